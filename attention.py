@@ -1,18 +1,16 @@
 """Attention over packed rows: masks, each with one method `attend`.
 
-Token i of a row sees token j if  j <= i < ends[j]  and, with a sliding window, if also
-positions[i] - positions[j] < window: the function `sees`. So a row holds separate documents, or
-trees of prompts; the top of model.py explains `positions` and `ends`, int [B, T].
+The function `sees` says which tokens of a row a token sees, by `positions` and `ends`, int [B, T],
+which the top of model.py explains.
 
     attend(q [B, H, T, hd], k [B, H_kv, T, hd], v [B, H_kv, T, hd], scale, softcap) -> [B, H, T, hd]
 
 computes softmax(scale q k^T) v over the visible keys; with a softcap, a score s becomes
-softcap * tanh(s / softcap). A mask of your own needs that method only. This file is plain torch:
-speed/masks.py has faster masks, decoding/cache.py those of decoding.
+softcap * tanh(s / softcap). A mask of your own needs that method only.
 
-To change attention, edit `sees` or ExplicitMask. Faster versions name the functions that they stand
-for (see runtime/fast.py); after an edit a note says so, and ExplicitMask is used everywhere. This
-file imports nothing of ours and can be copied into another project.
+To change attention, edit `sees` or ExplicitMask. speed/masks.py has faster masks, which name the
+functions that they stand for; after an edit a note says so, and ExplicitMask is used. This file
+imports nothing of ours and can be copied into another project.
 """
 
 import torch

@@ -1,20 +1,17 @@
 """Evaluate a model's calibration: score answer options and next tokens, then compute metrics.
 
-    python evaluate.py --model=out/run --tasks=mmlu,arc_easy,hellaswag --shots=5
+    python evaluate.py --model=out/run --tasks=mmlu,arc_easy,my_questions.jsonl --shots=5
     python evaluate.py --compare out/base out/sft out/ls01
     torchrun --nproc_per_node=8 evaluate.py --model=out/run --tasks=mmlu
 
 Each sample is appended to samples.jsonl as soon as it is scored, and an interrupted evaluation
-resumes from that file. Each of several processes scores its share of the questions; the first one
-computes metrics.
+resumes from that file. Each of several processes scores its share of the questions.
 
 From file to ECE: each kind of task is a class of data/tasks.py. Its `load` reads questions
 (data/questions.py, with the row function in data/benchmarks.py and the prompt in data/prompts.py).
 Its `collect` tokenizes them (data/trees.py), lets scoring.py score them, which packs rows
 (data/tree_rows.py) and calls model.py and fused_ce.py, and makes samples of the values.
-results/evaluation.py measures the samples (results/report.py, metrics.py). Tasks without options
-are in written/tasks.py: decoding/answers.py writes the answers to the prompts of
-written/benchmarks.py, written/grading.py grades them; written/confidence.py has the confidences.
+results/evaluation.py measures the samples. Tasks without options are in written/tasks.py.
 """
 
 from runtime import cli
@@ -30,6 +27,7 @@ import sys
 import textwrap
 import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -40,16 +38,10 @@ from data.tasks import TASKS, check_names, check_settings, kind_of, with_shots
 from data.tokenizer import begins_with_bos, load_model_tokenizer
 from results import samples
 from runtime import rooms
-from runtime.config import load_config, note_default, require_given, run_folder, run_settings
+from runtime.config import load_config, require_given, run_folder, run_settings
 from runtime.errors import ConfigError, DataError, escape_controls
 
-USAGE = f"""\
-usage: python evaluate.py --model=FOLDER_OR_HUB_NAME --tasks=TASK[,TASK] [--key=value ...]
-       python evaluate.py --compare FOLDER FOLDER [...]     compare runs that were evaluated here or
-                                                            with lm_eval --log_samples
-
-example: python evaluate.py --model=out/run --tasks=mmlu,arc_easy,my_questions.jsonl --shots=5
-
+USAGE = f"""{__doc__}
 The tasks are
 {textwrap.fill(', '.join(TASKS), 100)},
 each also as task:folder-or-file. A file of questions is a task, too. --tasks=help lists the files
@@ -77,9 +69,8 @@ if __name__ == '__main__':
 import torch
 
 import scoring
+from model import CausalLM
 from runtime import checkpoint, device, ownership, parallel
-from runtime.loading import base_of_adapter, load_ahead, load_model
-from runtime.versions import versions
 
 # Samples depend on these keys, so they must not change within a folder. The tokens of clm depend on
 # the seed too, but each sample has a hash of its prompt.
@@ -154,17 +145,55 @@ def evaluate(folder, tokenizer, tasks, cfg, out_dir, load=None):
     rows = samples.by_task(samples.latest_samples(
         samples.read_samples(out_dir / 'samples.jsonl')) if done else new, prompts)
     results = rooms.load('measures').write_evaluation(
-        results, earlier, rows, tasks, cfg, settings, versions(cfg.device), out_dir)
+        results, earlier, rows, tasks, cfg, settings, device.versions(cfg.device), out_dir)
     if run_settings(run_folder(out_dir)):       # the model was trained here
         rooms.load('card').write(out_dir)
     return results
 
 
+def base_of_adapter(folder):
+    """Return the base model's folder of the adapters in `folder`/adapter, which need dropout."""
+    adapter = rooms.load('adapter')
+    settings = adapter.read_adapter(folder)
+    if not settings.get('lora_dropout'):
+        raise ConfigError(f'dropout_seed: {folder} was trained with lora_dropout = 0, so nothing '
+                          f'would be dropped; leave out --dropout_seed')
+    run = run_settings(run_folder(Path(folder).resolve()))
+    base = checkpoint.fetch(settings['base_model_name_or_path'], run.get('revision'))
+    config = checkpoint.read_config(base)
+    checkpoint.check_weights(base, config)
+    with torch.device('meta'):      # fail on adapters of another model before anything is scored
+        adapter.add_adapter(CausalLM(config), folder)
+    return base
+
+
+def load_model(folder, cfg):
+    """Return the model in `folder`; with dropout_seed, its base with the adapters beside it."""
+    drops = cfg.dropout_seed is not None
+    share = (functools.partial(rooms.load('sharding').shard, device=cfg.device) if cfg.shard
+             else None)
+    model = checkpoint.load(base_of_adapter(folder) if drops else folder, cfg.device,
+                            getattr(torch, cfg.dtype), share=share)
+    if drops:
+        rooms.load('adapter').add_adapter(model, folder)
+    return model
+
+
+def load_ahead(folder, cfg):
+    """Return a function that returns the model; a thread loads it from now on."""
+    if cfg.shard:       # these processes must not exchange messages from two threads
+        return None
+    pool = ThreadPoolExecutor(1)
+    model = pool.submit(load_model, folder, cfg)
+    pool.shutdown(wait=False)       # nothing else will be submitted
+    return model.result
+
+
 def score_tasks(tasks, scorer, out_dir, done):
     """Append the samples of this process's share of `tasks` to its part of samples.jsonl.
 
-    Return {label: result without metrics}, {label: its prompts} and the new samples, in the first
-    process those of all.
+    Return {label: result without metrics}, {label: its prompts} and the new samples of all
+    processes. Raises DataError for a task without a scored question.
     """
     scored = {}
     prompts = {}
@@ -178,20 +207,19 @@ def score_tasks(tasks, scorer, out_dir, done):
             scored[task.label] = (task, prompts[task.label], bad_rows,
                                   time.perf_counter() - started)
     results = collect_results(scored, scorer.cfg, done)
-    return *results, [*itertools.chain(*parallel.collect(writer.new))]
+    return *results, [*itertools.chain(*parallel.gather(writer.new))]
 
 
 def collect_results(scored, cfg, done):
-    """Return {label: result without metrics} and {label: its prompts} of all processes.
+    """Return the first two results of `score_tasks`.
 
-    scored: {label: (this process's Task, prompts, bad rows, seconds)}; done: of `open_folder`.
-    Raises DataError for a task without a scored question. Both are {} but in the first process.
+    scored: {label: (this process's Task, prompts, bad rows, seconds)}; done: of `open_folder`
     """
     results, prompts = {}, {}
-    shares = parallel.collect({
+    shares = parallel.gather({
         label: (task.counts(share_prompts), share_prompts, bad_rows, seconds)
         for label, (task, share_prompts, bad_rows, seconds) in scored.items()})
-    for label, (task, *_) in scored.items() if shares else ():
+    for label, (task, *_) in scored.items():
         counts, share_prompts, bad_rows, seconds = zip(*(share[label] for share in shares))
         prompts[label], bad_rows = set().union(*share_prompts), [*itertools.chain(*bad_rows)]
         if task.optional and bad_rows:
@@ -212,10 +240,7 @@ def collect_results(scored, cfg, done):
 
 
 def with_variants(tasks, writer, prompts, cfg):
-    """Yield `tasks`, then their variants, such as those by permute and p_true.
-
-    By then the samples of `tasks` must have been appended. prompts: as in `samples.by_task`.
-    """
+    """Yield `tasks` and, once their samples are there, their variants, such as those by permute."""
     yield from tasks.values()
     variants = [(task, name) for task in tasks.values() for name in task.variants(cfg)]
     rows = samples.by_task(writer.latest(), prompts) if variants else {}
@@ -252,7 +277,6 @@ def on_this_machine(cfg):
 
 
 def announce(config, tasks, cfg, done):
-    """Print the model, its device, and what will be scored."""
     name = f', {torch.cuda.get_device_name(cfg.device)}' if cfg.device.startswith('cuda') else ''
     print(f'{cfg.model} ({config.model_type}) in {cfg.dtype} on {cfg.device}{name}')
     for label, task in tasks.items():
@@ -267,24 +291,20 @@ def announce(config, tasks, cfg, done):
 # ---- The command line ----------------------------------------------------------------------------
 
 def run(cfg):
-    """Run the evaluation `cfg`; return (results, labels of its tasks, the folder of the results).
-
-    The results are None in all processes but the first.
-    """
+    """Return (results, None but in the first process; labels of tasks; the folder of results)."""
     check_eval_config(cfg)
     require_given(cfg, model='out/run or --model=google/gemma-2-2b')
     cfg = replace(on_this_machine(cfg), model=os.path.expanduser(cfg.model))
-    ownership.forget_inputs()
+    ownership.INPUTS.clear()
     with parallel.first_process_first():
         folder = checkpoint.fetch(cfg.model, cfg.revision)
     config = checkpoint.read_config(folder, seq2seq=True)
-    checkpoint.check_weights(folder, config)
     default = Path(cfg.model if Path(cfg.model).is_dir() else
                    f'out/eval/{cfg.model.replace("/", "--")}')
     if cfg.dropout_seed is not None:
         default = default / f'dropout-{cfg.dropout_seed}'
     out_dir = Path(os.path.expanduser(cfg.out_dir or default))
-    note_default(cfg, 'tasks', 'my_questions.jsonl')
+    checkpoint.check_weights(folder, config)
     tasks = load_tasks(cfg)     # fail on a bad task before the model is loaded
     # a folder with samples may have nothing left to score
     new = cfg.overwrite or not (out_dir / 'samples.jsonl').exists()

@@ -145,8 +145,8 @@ def smoothing(s):
 def adaptive_smoothing(s):
     """Term r (z_y - Z / V), no gradient through the rate r = s (1 - H / log V), s in [0, 1].
 
-    It smooths where the model is certain. The rate is that of Lee et al. 2022 (arXiv 2210.13459),
-    with s = 1; their smoothing is towards the model's own knowledge, not all tokens alike.
+    The rate is that of Lee et al. 2022 (arXiv 2210.13459), with s = 1; their smoothing is towards
+    the model's own knowledge, not all tokens alike.
     """
     _require(0 <= s <= 1, f'adaptive_smoothing must be in [0, 1], got {s}')
 
@@ -230,16 +230,15 @@ def fused_loss(hidden, weight, target, loss, *, softcap=None, ignore_index=-100,
     token_weight  float tensor of target's shape that multiplies each token's loss in the sum
     memory        bytes for a chunk's logits, in addition to inputs and gradients; a chunk has at
                   least 128 tokens. 0: 64 MiB; None: 1.1 GB on a GPU, 8 MiB elsewhere. Each chunk
-                  reads and writes dW, which takes time. In bfloat16 it also rounds dW: k chunks
-                  have sqrt((k + 1) / 2) times the error of one (docs/losses.md has measurements)
+                  updates dW and rounds it: k chunks have sqrt((k + 1) / 2) times the error of one
     group         for a `joint` loss in reduction 'sum': int tensor of target's shape, on the CPU.
                   Neighboring tokens of equal group are computed in one chunk; if one group alone
                   needs more than `memory`, all logits are computed twice
 
-    nll is the negative log-likelihood in the same reduction, without gradient. Use it to compare
-    runs with different losses. Ignored tokens are dropped before the first product; if no token is
-    left, loss and gradients are 0. The gradients of 'mean' and 'sum' are computed in the forward
-    pass, for one backward pass; a second one, and every one of 'none', computes them again.
+    nll is the negative log-likelihood in the same reduction, without gradient. Ignored tokens are
+    dropped before the first product; if no token is left, loss and gradients are 0. The gradients
+    of 'mean' and 'sum' are computed in the forward pass; a second backward pass, and every one of
+    'none', computes them again.
 
     If target is on the CPU, the host never waits for the device. If it is on a GPU, the host waits
     for one count per call; with ignore_index=None it does not, and a target out of range is a
@@ -301,8 +300,7 @@ def token_statistics(hidden, weight, target, loss=None, *, softcap=None, ignore_
     """Return TokenStatistics of each token's distribution, from one product, without gradient.
 
     Arguments are those of `fused_loss`; the loss is cross_entropy() by default. The logits are
-    float32 for any inputs: between 16 and 32, bfloat16 has steps of 0.125, coarser than what a
-    calibration metric measures.
+    float32 for any inputs: bfloat16 has steps of 0.125 between 16 and 32.
     """
     loss = loss or cross_entropy()
     dtype, labels, supervised, _ = _check(hidden, weight, target, loss, softcap, ignore_index)

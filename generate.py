@@ -9,7 +9,7 @@ file. Each of several processes answers its share of the prompts. How answers ar
 decoding/answers.py.
 """
 
-from runtime import cli, nonfinite
+from runtime import cli
 
 if __name__ == '__main__':
     cli.begin()
@@ -65,10 +65,8 @@ from decoding.answers import generate, to_row
 from decoding.slots import room
 from results.samples import (OUTPUTS, append_line, claim_lines, digest, merge_parts, merged_names,
                              open_lines, part, read_jsonl, with_parts)
-from runtime import checkpoint, ownership, parallel
+from runtime import checkpoint, ownership, parallel, weights
 from runtime.device import pick_device, pick_dtype
-from runtime.overwrite import rename_old
-from runtime.progress import progress_bar
 from scoring import confidences
 
 
@@ -139,7 +137,7 @@ def open_answers(cfg, settings, processes):
                           f'replaced; choose another --out, such as answers.jsonl')
     ownership.check_free(out.parent, *names)
     if cfg.overwrite:
-        rename_old(*map(out.with_name, (*names, *merged_names(out))))
+        ownership.rename_old(*map(out.with_name, (*names, *merged_names(out))))
     open_lines(out.parent, names, settings, 'answers', advice, processes)
     done = {(row['id'], row['prompt_hash']) for _, row in read_jsonl(*with_parts(out))}
     merge_parts(out)
@@ -162,7 +160,7 @@ def answer_rows(model, prompts, cfg, tokenizer, stop):
 def main(argv):
     cfg = read_arguments(argv)
     cfg = replace(cfg, prompts=os.path.expanduser(cfg.prompts), out=os.path.expanduser(cfg.out))
-    ownership.forget_inputs()
+    ownership.INPUTS.clear()
     folder, model, tokenizer, template, add_bos = open_model(cfg)
     prompts, stop = read_prompts(cfg.prompts, tokenizer, template, add_bos)
     try:
@@ -189,7 +187,7 @@ def main(argv):
         started = time.perf_counter()
         ids = [ids for _, ids in left]
         try:
-            with (progress_bar('answers', len(left), 'prompts') as progress,
+            with (parallel.progress_bar('answers', len(left), 'prompts') as progress,
                   open(part(out, rank, n_processes), 'ab', buffering=0) as file):
                 for i, rows in answer_rows(model, ids, cfg, tokenizer, stop):
                     append_line(file, left[i][0] | {'answers': rows})
@@ -197,7 +195,7 @@ def main(argv):
                     progress.update()
         except FloatingPointError as error:
             row, _ = left[error.args[0]]
-            raise CheckpointError(nonfinite.bad_logits(
+            raise CheckpointError(weights.bad_logits(
                 f'the prompt with id {row["id"]!r}', folder, settings['dtype'])) from error
         n_tokens = sum(parallel.gather(n_tokens))
         if rank == 0:

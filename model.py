@@ -14,13 +14,10 @@ isolated. In evaluation, rows hold trees: a shared prefix ends where its last de
 question where its last option ends, and an option at its own end. A padding token sees only itself:
 ends[j] = j + 1. `ends` may be None if each row is one document, perhaps followed by padding.
 
-Parameters have the names of Llama in every family, except the norm before the MLP; `their_key` of
-runtime/weights.py has the names on disk.
-
-Training, evaluation and sampling use this one forward pass, so an edit here changes all of them.
-It is plain torch. On a GPU the scripts call `install` of speed/install.py, which puts faster
-versions in the place of `norm`, `rotate`, `gate`, `products`, `float32_linear` and `make_masks`.
-After an edit of such a function a note says so, and the function itself is used.
+Parameters have the names of Llama in every family, except the norm before the MLP. Training,
+evaluation and sampling use this one forward pass, which is plain torch. On a GPU speed/install.py
+puts faster versions in the place of `norm`, `rotate`, `gate`, `products`, `float32_linear` and
+`make_masks`; after an edit of such a function a note says so, and the function itself is used.
 """
 
 import contextlib
@@ -161,7 +158,6 @@ class ModelConfig:
 
     @property
     def windows(self) -> list[int | None]:
-        """Return the sliding window of each layer; None if its tokens see all before them."""
         return [layer.window for layer in self.layers]
 
 
@@ -203,7 +199,7 @@ class Norm(nn.Module):
 
 @functools.cache
 def frequencies(rope: Rope, device: torch.device) -> Tensor:
-    """Return the angle per position of each pair, float32 [dim / 2], for texts of any length."""
+    """Return the angle per position of each pair, float32 [dim / 2]."""
     pair = torch.arange(0, rope.dim, 2, device=device, dtype=torch.float32)
     frequency = rope.theta ** (-pair / rope.dim)
     if rope.scheme == 'llama3':     # linear in the turns
@@ -349,8 +345,8 @@ class MLP(nn.Module):
 class Block(nn.Module):
     """Attention and MLP, each added to its input; `norm_order` says where the norms are.
 
-    Also in a bfloat16 model the residual stream x is float32, and only the norms round it: in Gemma
-    3 it grows to 100,000, where bfloat16 has steps of 512 (docs/training.md has measurements).
+    The residual stream x is always float32: in Gemma 3 it grows to 100,000, where bfloat16 has
+    steps of 512.
     """
 
     def __init__(self, config: ModelConfig):
@@ -414,7 +410,6 @@ class Decoder(nn.Module):
 
     @property
     def compiled(self) -> bool:
-        """Return whether `compile` was called on a block."""
         return any(layer._compiled_call_impl for layer in self.layers)
 
     def forward(self, tokens: Tensor, positions: Tensor, ends: Tensor | None,
@@ -446,10 +441,9 @@ class CausalLM(nn.Module):
     """`model(tokens, positions, ends)`, int [B, T] each, returns the hidden states [B, T, D].
 
     They are divided by the temperature. The loss computes the logits from them:
-    cap * tanh(hidden @ head.T / cap) with cap = `softcap`. `masks`, one per layer (see
-    attention.py), replace those that `ends` describes, as for a cache. With `at`, int [M], only the
-    hidden states [1, M, D] of these tokens are returned, and the last MLP skips the others. They
-    are indices into the B * T tokens, row after row, and may repeat.
+    cap * tanh(hidden @ head.T / cap) with cap = `softcap`. `masks`, one per layer (attention.py),
+    replace those of `ends`, as for a cache. With `at`, int [M], indices into the B * T tokens that
+    may repeat, only the states [1, M, D] of these are returned, and the last MLP skips the others.
     """
 
     def __init__(self, config: ModelConfig):
@@ -538,7 +532,7 @@ def add_lora(model: CausalLM, rank: int, alpha: float, dropout: float, targets: 
              device=None):
     """Freeze the model and add adapters to the linear layers named in `targets`, in place.
 
-    device: of the adapters; None: that of the weights
+    device: of the adapters; None: that of the weights. Raises ValueError for an unknown layer.
     """
     possible = model.config.family.lora_targets
     if not targets or set(targets) - set(possible):

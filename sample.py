@@ -9,12 +9,14 @@ white (1); NO_COLOR turns that off. Probabilities are the model's, before `tempe
 Ctrl-C ends an answer early; what is already there stays in the conversation.
 """
 
-from runtime import cli, nonfinite
+from runtime import cli
 
 if __name__ == '__main__':
     cli.begin()
 
+import contextlib
 import math
+import os
 import sys
 import time
 from dataclasses import dataclass
@@ -48,7 +50,39 @@ from data.trees import question_frame
 from decoding.answers import first_stop, generate, stream
 from decoding.slots import step_cost
 from generate import open_model
-from runtime.terminal import shaded, shows_grays, typed_lines
+from runtime import weights
+
+with contextlib.suppress(ImportError):
+    import readline     # noqa: F401    input() then edits lines and has a history
+
+
+def typed_lines():
+    """Yield each line that is typed, without empty ones, until Ctrl-D."""
+    with contextlib.suppress(EOFError):
+        while True:
+            try:
+                line = input('\n> ').strip()
+                line.encode()       # in some locales an invalid byte becomes a lone surrogate
+            except UnicodeError:
+                print(f'(that line is not valid {sys.stdin.encoding}; type it again)',
+                      file=sys.stderr)
+                continue
+            if line:
+                yield line
+    print()
+
+
+def shows_grays():
+    """Return whether standard output is a terminal with 256 colors, and NO_COLOR is not set."""
+    return sys.stdout.isatty() and not os.environ.get('NO_COLOR') and (
+        '256' in os.environ.get('TERM', '') or bool(os.environ.get('COLORTERM')))
+
+
+def shaded(text, p):
+    """Return `text` on a gray from black (p = 0) to white (1), control characters escaped."""
+    text = escape_controls(text)
+    gray = f'\x1b[48;5;{232 + round(23 * p)};38;5;{16 if p > 0.5 else 231}m'
+    return '\n'.join(f'{gray}{line}\x1b[0m' if line else '' for line in text.split('\n'))
 
 
 def pieces(answers, tokenizer, stop=()):
@@ -145,7 +179,7 @@ def main(argv):
             messages = []
             continue
         except FloatingPointError as error:
-            raise CheckpointError(nonfinite.bad_logits(
+            raise CheckpointError(weights.bad_logits(
                 'the answer', folder, str(model.head.dtype).removeprefix('torch.'))) from error
         if cfg.stats and answers:
             print_stats(model, ids, answers, time.perf_counter() - started)

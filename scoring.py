@@ -20,10 +20,9 @@ import torch
 import fused_ce
 from data.eval_config import EvalConfig
 from data.tree_rows import Tree, pack_alone, pack_trees, prompt_trees, stack_answers, stack_rows
-from runtime import checkpoint, device, parallel, rooms
+from runtime import checkpoint, device, parallel, weights
 from runtime.config_keys import SEQ2SEQ
 from runtime.errors import CheckpointError
-from runtime.progress import progress_bar
 
 # A batch for a process that shares the weights and has scored all of its trees: it must still take
 # part in the forward passes of the others. One row of padding, of which one token is scored.
@@ -50,8 +49,6 @@ def token_log_probs(hidden, head, at, tokens, softcap):
 def token_statistics(hidden, head, at, tokens, softcap):
     """Return float32 [M, 4]: the log-probability of each token, the top token of the distribution
     that predicts it, the log-probability of that, and the entropy in nats.
-
-    Arguments: `token_log_probs`.
     """
     s = fused_ce.token_statistics(hidden[device.to_device(at, head.device)], head, tokens,
                                   softcap=softcap)
@@ -122,8 +119,10 @@ def launch(load, batches, forward, dropout_seed, sharded):
             with parallel.evaluating(load(), dropout=dropout_seed is not None) as model:
                 while batch:
                     arrays, scored = batch
-                    if dropout_seed is not None:
-                        seed_dropout(dropout_seed, arrays)
+                    if dropout_seed is not None:    # the tokens decide what is dropped
+                        digest = hashlib.blake2b(b''.join(array.tobytes() for array in arrays),
+                                                 digest_size=8, key=str(dropout_seed).encode())
+                        torch.manual_seed(int.from_bytes(digest.digest()))
                     with torch.no_grad():
                         values = forward(model, arrays, scored)
                     if batch is not IDLE:
@@ -134,13 +133,6 @@ def launch(load, batches, forward, dropout_seed, sharded):
                 yield from launched
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
-
-
-def seed_dropout(seed, arrays):
-    """Seed torch by `seed` and the arrays of a batch, whose tokens decide what is dropped."""
-    digest = hashlib.blake2b(b''.join(array.tobytes() for array in arrays), digest_size=8,
-                             key=str(seed).encode()).digest()
-    torch.manual_seed(int.from_bytes(digest))
 
 
 def forward_values(model, arrays, scored, compute=token_log_probs, every_token=False):
@@ -157,10 +149,7 @@ def forward_values(model, arrays, scored, compute=token_log_probs, every_token=F
 
 
 def option_log_probs(model, trees, **options):
-    """Return the summed log-probability of every option: a float64 array [K] per tree.
-
-    options: the other arguments of `score`
-    """
+    """Return the summed log-probability of every option, float64 [K] per tree; options: `score`."""
     sums = {index: trees[index].sums(numbers, values)
             for index, numbers, values in score(lambda: model, enumerate(trees), **options)}
     return [sums[index] for index in range(len(trees))]
@@ -213,7 +202,7 @@ class Scorer:
     def score(self, task, trees, total):
         """Yield (index, numbers, values) as `score` does, with the progress of `task`."""
         compute = token_statistics if task.statistics else token_log_probs
-        with progress_bar(task.label, total, task.unit) as progress:
+        with parallel.progress_bar(task.label, total, task.unit) as progress:
             yield from self._score(trees, compute, progress.update)
 
     def states(self, prompts):
@@ -235,5 +224,4 @@ class Scorer:
 
     def bad_logits(self, where):
         """Return the CheckpointError for NaN or infinite logits at `where`, a text."""
-        return CheckpointError(rooms.load('nonfinite').bad_logits(
-            where, self.folder, self.cfg.dtype))
+        return CheckpointError(weights.bad_logits(where, self.folder, self.cfg.dtype))

@@ -3,9 +3,7 @@
     python train.py configs/gemma2_ls01.py --lr=1e-5
     python train.py --help
 
-A config file makes one run; several runs are a loop in a script (see demo.py). The run's folder
-holds the config, log.jsonl, the weights in Hugging Face layout with the tokenizer beside them, and
-the calibration report.
+A config file makes one run; several runs are a loop in a script (see demo.py).
 
 From file to gradient: data/instruct.py reads rows (data/files.py), makes messages of them
 (data/messages.py) and encodes these (data/chat.py, data/tokenizer.py), data/cache.py stores the
@@ -33,11 +31,10 @@ from typing import Any, Literal
 
 from data.eval_config import EvalConfig, check_report_config
 from data.templates import TEMPLATES
-from runtime.config import load_config, note_default, require_given, require_range
+from runtime.config import load_config, require_given, require_range
 from runtime.errors import ConfigError, DataError, Stopped
 
-# A schedule takes the share of the steps after warm-up that are done, 0 to 1, and returns a factor
-# that falls from 1, for `lr`, to 0, for `final_lr * lr`.
+# {name: share of the steps after warm-up that are done -> factor from 1, `lr`, to 0, `final_lr`}
 SCHEDULES = {
     'linear': lambda done: 1 - done,
     'cosine': lambda done: (1 + math.cos(math.pi * done)) / 2,
@@ -135,7 +132,6 @@ class TrainConfig:
 
 
 def read_arguments(argv):
-    """Return the TrainConfig of a command line."""
     if not argv:
         raise ConfigError('no config file given: python train.py configs/gemma2_ls01.py --lr=1e-5; '
                           '--help lists all settings')
@@ -154,8 +150,8 @@ from data.packing import epoch_order, epochs_of, pack, sequence_weights, split_g
 from data.tokenizer import begins_with_bos, load_model_tokenizer
 from data.eval_config import pick_chat, pick_template
 from fused_ce import fused_loss, smoothing, token_statistics
-from runtime import checkpoint, ownership, resume, rooms, trained
-from runtime.build import build_model, build_optimizer
+from runtime import checkpoint, ownership, resume, rooms, saving
+from runtime.build import build_model, build_optimizer, model_config
 from runtime.config_json import config_to_hf
 from runtime.device import micro_batches, pick_device
 from runtime.log import StepLog, peak_memory, print_sizes, show_example
@@ -172,7 +168,6 @@ FREE_KEYS = {'out_dir', 'overwrite', 'resume', 'save_every', 'log_every', 'val_e
 
 
 def check_config(cfg):
-    """Raise ConfigError for unusable values."""
     require_given(cfg, model='google/gemma-2-2b', data='allenai/tulu-3-sft-mixture',
                   out_dir='out/run', cache_dir='out/cache')
     require_range(cfg, 1, math.inf, 'batch_size', 'micro_rows', 'log_every', 'val_every',
@@ -213,8 +208,7 @@ def check_config(cfg):
 
 @dataclass(frozen=True)
 class Stage:
-    """A kind of training: the functions in which it differs from others, in the order of the calls.
-    """
+    """A kind of training: the functions in which it differs, in the order of their calls."""
     # (cfg, tokenizer) -> sequences: `sequences[i]` is (tokens, loss mask), with a length, the
     # `lengths` of all and a `digest`, such as cache.Sequences
     load: Callable
@@ -256,12 +250,11 @@ class Run:
 
     @property
     def steps(self):
-        """Return the number of optimizer steps."""
         steps = self.available // self.cfg.batch_size
         return min(steps, self.cfg.max_steps or steps)
 
     def step_indices(self, first, until):
-        """Return a list with the indices of the sequences of each step from `first` to `until` - 1.
+        """Return [indices of the sequences, ...] of each step from `first` to `until` - 1.
 
         Epochs are concatenated, so every step has exactly batch_size sequences.
         """
@@ -272,10 +265,7 @@ class Run:
 
     @property
     def row_multiple(self):
-        """Return the divisor of each step's number of rows.
-
-        On a GPU rows come in full micro-batches, so that each shape is compiled once.
-        """
+        """Return the divisor of each step's number of rows: on a GPU, of full micro-batches."""
         return world_size() * (self.cfg.micro_rows if self.device.startswith('cuda') else 1)
 
 
@@ -283,7 +273,7 @@ def load_run(cfg, stage, device):
     """Return the Run of a training; raise an error for all that does not fit, and write nothing."""
     with first_process_first():
         base = checkpoint.fetch(cfg.model, cfg.revision)
-        config = trained.model_config(cfg, base)
+        config = model_config(cfg, base)
         tokenizer = load_model_tokenizer(base, config)
         cfg = replace(cfg, template=pick_template(cfg.template, base, tokenizer, 'tulu'))
         if cfg.eval:
@@ -299,16 +289,13 @@ def load_run(cfg, stage, device):
 
 
 def split_sequences(cfg, groups):
-    """Return (indices of the sequences to train on, indices of those held out).
-
-    groups: of each sequence, as in cache.Sequences
+    """Return indices of the sequences to train on and of those held out; groups: of each sequence.
     """
     held_out, rest = split_groups(groups, cfg.val_size, cfg.seed)
     if cfg.val_size and not len(held_out):
         fewest = np.unique(groups, return_counts=True)[1].min()
-        raise DataError(f'{cfg.data}: val_size = {cfg.val_size} holds out nothing, since the '
-                        f'sequences of a prompt or document stay together, {fewest} or more; '
-                        f'raise it, or divide long documents into rows')
+        raise DataError(f'{cfg.data}: val_size = {cfg.val_size} holds out nothing: the sequences '
+                        f'of a prompt or document stay together, {fewest} or more; raise it')
     if len(rest) < (cfg.data_limit or 0):
         raise DataError(f'{cfg.data}: data_limit = {cfg.data_limit}, but it has {len(rest)} '
                         f'sequences' + f' besides val_size = {cfg.val_size}' * (cfg.val_size > 0))
@@ -316,15 +303,13 @@ def split_sequences(cfg, groups):
     if epochs_of(len(training), cfg.epochs) < cfg.batch_size:
         raise DataError(f'{cfg.data}: {len(training)} sequences for training besides val_size = '
                         f'{cfg.val_size}, with epochs = {cfg.epochs:g}, do not fill one step of '
-                        f'batch_size = {cfg.batch_size}; lower batch_size or val_size, or '
-                        f'raise epochs')
+                        f'batch_size = {cfg.batch_size}; lower one of the two, or raise epochs')
     return training, held_out
 
 
 # ---- Supervised fine-tuning: data, batches, one step ---------------------------------------------
 
 def load_sequences(cfg, tokenizer):
-    """Return the Sequences of cfg.data."""
     options = reader_options(cfg, tokenizer)
     if cfg.data_kind == 'text':
         return rooms.load('texts').load_text(cfg.data, tokenizer, **options)
@@ -335,14 +320,12 @@ def load_sequences(cfg, tokenizer):
 
 
 def reader_options(cfg, tokenizer):
-    """Return the arguments that every reader of sequences has."""
     return {'max_length': cfg.max_length, 'add_bos': begins_with_bos(tokenizer, cfg.add_bos),
             'revision': cfg.data_revision, 'cache_dir': cfg.cache_dir,
             'on_bad_row': cfg.on_bad_row, 'workers': cfg.workers or cores()}
 
 
 def saved_tokenizer(cfg, base, tokenizer):
-    """Return {name: content} of the tokenizer files to save beside the weights."""
     return rooms.load('export').tokenizer_files(
         base, tokenizer, cfg.template if cfg.data_kind == 'instruct' else None,
         begins_with_bos(tokenizer, cfg.add_bos))
@@ -358,17 +341,14 @@ def build(run):
 
 
 def pack_documents(run, chosen, multiple):
-    """Return the packed rows of the sequences with the indices `chosen`."""
     return pack([run.sequences[i] for i in chosen], run.cfg.pack_len, multiple)
 
 
 def count_rows(run, chosen):
-    """Return the number of packed rows of a step of the sequences with the indices `chosen`."""
     return len(run.stage.pack(run, chosen, 1).tokens)
 
 
 def packed_batches(run, first, until):
-    """Yield (indices of the sequences, Packed) of each step from `first` to `until` - 1."""
     for chosen in run.step_indices(first, until):
         yield chosen, run.stage.pack(run, chosen, run.row_multiple)
 
@@ -384,9 +364,8 @@ def training_loss(cfg):
 def token_loss(packed, cfg, base=None):
     """Return the function (model, rows, inputs, targets) -> (loss, {name: metric}) of a step.
 
-    Another objective is another such function in the Stage. rows, inputs and targets come from
-    `micro_batches`; loss and metrics are scalars on the device, which are summed over the
-    micro-batches of the step. base: the model before training, for `base_smoothing`.
+    rows, inputs and targets come from `micro_batches`; loss and metrics are scalars on the device,
+    which are summed over the step. base: the model before training, for `base_smoothing`.
     """
     n_targets = int((packed.targets >= 0).sum())
     weights = sequence_weights(packed) if cfg.loss_reduction == 'sequence' else None
@@ -408,10 +387,7 @@ def token_loss(packed, cfg, base=None):
 
 
 def forward_backward(model, packed, cfg, device, objective=token_loss):
-    """Accumulate the gradients of a step, if enabled; return {'loss', 'nll'}, scalars on `device`.
-
-    Splitting a step into more micro-batches changes nothing but rounding.
-    """
+    """Accumulate the gradients of a step, if enabled; return {'loss', 'nll'} on `device`."""
     compute, total = objective(packed, cfg), 0
     for rows, inputs, targets in micro_batches(packed, cfg.micro_rows, device):
         loss, values = compute(model, rows, inputs, targets)
@@ -491,8 +467,7 @@ def train(cfg, stage=None):
 def train_and_report(cfg, stage=None):
     """Check all, report before, train, report after; return {'before', 'after': results}.
 
-    The results are those of evaluate(), and there are none without cfg.eval. Other arguments and
-    errors: those of `train`. resume=True keeps the reports that are complete.
+    The results are those of evaluate(), none without cfg.eval; the rest is as in `train`.
     """
     results = {}
     with opened(cfg, stage) as run:
@@ -519,43 +494,33 @@ def train_and_report(cfg, stage=None):
 
 @contextlib.contextmanager
 def opened(cfg, stage=None):
-    """Check the settings, model and data of a run and lock its folder; yield the Run.
-
-    Nothing is written yet.
-    """
+    """Check the settings, model and data of a run and lock its folder; yield the Run."""
     cfg = replace(cfg, **{key: os.path.expanduser(getattr(cfg, key))
                           for key in ('out_dir', 'cache_dir', 'model', 'data')})
     check_config(cfg)
-    ownership.forget_inputs()
+    ownership.INPUTS.clear()
     stage = stage or SFT
     device = pick_device(cfg.device)
-    first = rank() == 0
     torch.manual_seed(cfg.seed)
-    if first:
-        note_default(cfg, 'model', 'my/model')
-        note_default(cfg, 'data', 'my.jsonl')
     if cfg.dry_run:
         yield load_run(cfg, stage, device)
         return
-    if first:
+    if rank() == 0:
         resume.check_folder(cfg)
-    with resume.notes_how_to_continue(cfg), first_process_locks(cfg.out_dir):
-        if first:
+    with first_process_locks(cfg.out_dir):
+        if rank() == 0:
             resume.check_run(cfg, FREE_KEYS)
         barrier()
         yield load_run(cfg, stage, device)
 
 
 def claim_folder(run, *more):
-    """Make out_dir the folder of this run; raise ConfigError if others' files are in the way.
-
-    more: names of further files that will be written there
-    """
+    """Make out_dir the run's folder, with `more` files; ConfigError if others' are in the way."""
     if rank() == 0 and not run.cfg.dry_run:
         if run.cfg.overwrite:
             ownership.note_inputs(run.cfg.cache_dir)
-            rooms.load('overwrite').rename_old(run.out_dir)
-        ownership.check_free(run.out_dir, *trained.run_files(run), *more)
+            ownership.rename_old(run.out_dir)
+        ownership.check_free(run.out_dir, *saving.run_files(run), *more)
         ownership.claim(run.out_dir, 'train_config.py', 'log.jsonl')
     barrier()       # what the folder holds is for all processes to see
 
@@ -575,14 +540,12 @@ def take_steps(run):
 def optimize(run):
     """Train to the last step, from the newest checkpoint if there is one, and save the weights.
 
-    A dry run takes two steps and saves nothing. The model is gone at the end: the report reads the
-    saved weights, which people will use.
+    A dry run takes two steps and saves nothing. The report then reads the saved weights.
     """
     model, reference = run.stage.build(run)
     run = replace(run, model=model, reference=reference)
     cfg = run.cfg
     stage = run.stage
-    out_dir = run.out_dir
     optimizer = build_optimizer(model, cfg)
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
     named |= dict(model.named_buffers())
@@ -594,7 +557,7 @@ def optimize(run):
              'dtype': str(model.head.dtype).removeprefix('torch.'),
              'model': (config_to_hf(model.config) if cfg.from_scratch
                        else checkpoint.fingerprint(run.base))}
-    first = (rooms.load('resume state').restore(out_dir, named, optimizer, facts)
+    first = (rooms.load('resume state').restore(run.out_dir, named, optimizer, facts)
              if cfg.resume and not cfg.dry_run else 0)
     until = min(run.steps, 2) if cfg.dry_run else run.steps
     with resume.StopSignals() as stop:
@@ -615,17 +578,17 @@ def optimize(run):
                 if cfg.dry_run or step == until:
                     continue
                 if epoch_ends:
-                    trained.save_weights(run, optimizer, f'epoch-{epoch}')
+                    saving.save_weights(run, optimizer, f'epoch-{epoch}')
                 if save:
-                    rooms.load('resume state').save_checkpoint(out_dir, step, named, optimizer,
-                                                               facts)
+                    rooms.load('resume state').save_checkpoint(run.out_dir, step, named,
+                                                               optimizer, facts)
                 if signalled:
                     raise Stopped(signalled, f'after step {step}')
         print(f'peak memory {peak_memory(run.device):.2f} GiB')
         if not cfg.dry_run:     # despite a signal: without the weights, all steps would be lost
-            trained.save_weights(run, optimizer)
+            saving.save_weights(run, optimizer)
             if rank() == 0:
-                ownership.discard(out_dir, 'resume-*')
+                ownership.discard(run.out_dir, 'resume-*')
         if signalled := max(gather(stop.number)):
             raise Stopped(signalled, f'after the last step{", before the report" * bool(cfg.eval)}')
 

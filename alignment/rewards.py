@@ -25,7 +25,7 @@ from data.eval_config import pick_template, training_settings
 from data.files import require_text
 from data.tokenizer import begins_with_bos, load_model_tokenizer
 from written.benchmarks import WRITTEN_TASKS
-from runtime import checkpoint, nonfinite
+from runtime import checkpoint, weights
 from runtime.device import to_device
 from runtime.digests import file_digest, json_digest
 from runtime.errors import CheckpointError, ConfigError, DataError
@@ -274,7 +274,7 @@ class ModelReward:
             rewards[tuple(packed.where[answers.part].T)] = values.double().cpu()
         if not np.isfinite(rewards).all():
             dtype = str(self.model.score.weight.dtype).removeprefix('torch.')
-            raise CheckpointError(nonfinite.bad_logits(
+            raise CheckpointError(weights.bad_logits(
                 f'reward = {self.folder}', self.folder, dtype, 'rewards'))
         return rewards
 

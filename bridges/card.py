@@ -9,7 +9,7 @@ from pathlib import Path
 
 from results.loss_picture import draw_loss
 from results.markdown import markdown
-from runtime import ownership, rooms, trained
+from runtime import ownership, rooms, saving
 from runtime.config import run_folder, run_settings
 from runtime.errors import escape_controls
 from runtime.sources import is_hub_name
@@ -50,7 +50,7 @@ def upload(run):
     """Send the files of a train.Run, with its cards, to the hub as cfg.push_to_hub."""
     from results.samples import DIAGRAM
     rooms.load('hub').upload(run.out_dir, run.cfg.push_to_hub,
-                             [NAME, f'adapter/{NAME}', DIAGRAM, *trained.model_files(run)])
+                             [NAME, f'adapter/{NAME}', DIAGRAM, *saving.model_files(run)])
 
 
 def _is_ours(path):

@@ -34,8 +34,7 @@ from results.columns import few_rows_note
 from runtime import cli
 from runtime.config import require_range
 from runtime.errors import ConfigError, DataError
-from runtime.ownership import check_free, claim, forget_inputs, lock, note_inputs
-from runtime.overwrite import rename_old
+from runtime.ownership import INPUTS, check_free, claim, lock, note_inputs, rename_old
 from runtime.version import __version__
 
 METRICS_USAGE = """\
@@ -165,7 +164,7 @@ def write_report(argv):
     require_range(cfg, 0, math.inf, 'n_bootstrap', 'seed')
     if not sources:
         raise ConfigError('report: name a file of predictions; --help lists the settings')
-    forget_inputs()
+    INPUTS.clear()
     note_inputs(*sources)
     runs = [predicted_run(folder, files, cfg)
             for folder, files in find_prediction_files(sources).items()]

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from runtime import ownership, rooms
+from runtime import ownership
 from runtime.digests import json_digest
 from runtime.errors import ConfigError, DataError
 
@@ -58,7 +58,7 @@ def open_folder(out_dir, tasks, settings, *, pictures, overwrite, processes=1):
         outputs += [DIAGRAM, *(grid(label) for label, task in tasks.items()
                                if len({item.language for item in task.items}) > 1)]
     if overwrite:
-        rooms.load('overwrite').rename_old(out_dir)
+        ownership.rename_old(out_dir)
     sources = open_lines(out_dir, outputs, settings, 'samples', OTHER_FOLDER, processes,
                          [results]).get('tasks', {})
     for label, task in tasks.items():

@@ -3,15 +3,14 @@
     loss = (1 - s) CE(y) + s KL(q, p)        s: base_smoothing
 
 p are the probabilities of the model in training, and q those of the model before training, which
-has read the same tokens. A target of tuning so keeps what the base model knows to be uncertain,
-while uniform smoothing spreads the same mass over all tokens. With logits z, CE(y) = lse - z_y, and
+has read the same tokens. With logits z, CE(y) = lse - z_y, which fused_ce.py computes, and
 
     KL(q, p) = lse + sum_k q_k (log q_k - z_k)
     loss = CE(y) + s (z_y + sum_k q_k (log q_k - z_k))
 
-fused_ce.py computes CE(y). Of q only the `TOP` most probable tokens are kept, and scaled to sum 1,
-so that the rest needs the logits of 21 tokens, no pass over the vocabulary. With LoRA the base
-model is the model without adapters, else a second copy of it. Each batch is one forward pass more.
+Of q only the `TOP` most probable tokens are kept, and scaled to sum 1, so that the rest needs the
+logits of 21 tokens, no pass over the vocabulary. With LoRA the base model is the model without
+adapters, else a second copy of it. Each batch is one forward pass more.
 
 Source: distilled label smoothing (2502.11306), with the base model as the teacher.
 """
@@ -45,7 +44,7 @@ def add_base_term(loss, values, share: float, model, base, hidden: Tensor, input
 @torch.no_grad()
 def top_tokens(model, inputs, at):
     """Return the TOP most probable tokens [n, TOP] after those `at`, and the logarithms of their
-    probabilities, which are scaled to sum 1.
+    probabilities, scaled to sum 1.
     """
     with without_adapters(model):
         h, head = model(*inputs)[*at], model.head

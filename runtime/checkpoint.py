@@ -20,7 +20,7 @@ from runtime.parallel import load_full
 from runtime.weights import (BUFFERS, FLOAT_TYPES, merged, names_on_disk, read_weights,
                              shapes_on_disk, text_key, their_key, weight_files)
 
-# files that transformers and vLLM need besides the weights; copied from the base model's folder
+# files that transformers and vLLM need besides the weights
 SIDE_FILES = ('generation_config.json', 'tokenizer.json', 'tokenizer.model', 'tokenizer.model.v*',
               'tokenizer_config.json', 'special_tokens_map.json', 'added_tokens.json',
               'chat_template.jinja', 'original/tokenizer.model', 'spiece.model', 'tekken.json',
@@ -59,8 +59,7 @@ def _rename_from_disk(model, state, prefix, *_):
 def fetch(name: str, revision: str | None = None, weights: bool = True) -> Path:
     """Return the folder of a model: `name` if that is a folder, else a snapshot from the hub.
 
-    A PEFT adapter comes with the files of its base model: see bridges/adapter.py. weights: False
-    downloads only its configuration and tokenizer
+    A PEFT adapter comes with its base model (bridges/adapter.py). weights=False downloads none
     """
     folder = _own_folder(name, revision, weights)
     if not is_adapter(folder):
@@ -85,19 +84,14 @@ def is_adapter(folder: Path) -> bool:
 
 
 def _own_folder(name, revision, weights):
-    if not name:        # which would be the current folder
-        raise CheckpointError("the name of the model is empty; wanted a folder or a hub name like "
-                              "google/gemma-2-2b")
     folder = Path(os.path.expanduser(name))
-    if os.path.isdir(folder):       # False also for a name that is too long
+    if name and os.path.isdir(folder):      # False also for a name that is too long
         if revision:
             raise CheckpointError(f'revision = {revision!r} is that of a hub name, and model = '
                                   f'{name} is a folder; set one of them')
-    elif os.path.isfile(folder):
-        raise CheckpointError(f'{name} is a file; a model is the folder that holds its config.json')
-    elif not is_hub_name(name):
-        raise CheckpointError(f'no model folder at {name!r}, and it is not a hub name '
-                              f'like google/gemma-2-2b')
+    elif os.path.isfile(folder) or not is_hub_name(name):
+        raise CheckpointError(f'{name!r} is no model: neither a folder with config.json nor a hub '
+                              f'name like google/gemma-2-2b')
     else:
         wanted = [pattern for pattern in MODEL_FILES if weights or 'safetensors' not in pattern]
         hub = rooms.load('hub')
@@ -118,10 +112,9 @@ def load(folder: str | Path, device='cpu', dtype: torch.dtype | None = None,
          reward: bool = False, share: Callable | None = None) -> CausalLM:
     """Return a CausalLM with the weights of `folder`, as `dtype` (None: the type in config.json).
 
-    reward: whether it must be a reward model, with a score head instead of the output matrix
-    share:  a function that calls `sharding.shard` on the model before it has weights; it may first
-            remove layers, or add some that have values. None: the whole model
-    Raises CheckpointError for the other kind, and as `read_config` and `check_weights` do.
+    reward: whether it must have a score head instead of the output matrix
+    share:  calls `sharding.shard` on the model before it has weights, and may change its layers
+    Raises CheckpointError.
     """
     config = read_config(folder, seq2seq=True)
     if getattr(config, 'reward', False) != reward:
@@ -150,12 +143,11 @@ def load(folder: str | Path, device='cpu', dtype: torch.dtype | None = None,
 
 
 def check_weights(folder: str | Path, config: ModelConfig):
-    """Return a model on the meta device and, by the names on disk of its parameters, their tensors,
-    mapped, and the LowRank changes of an adapter.
+    """Return a model on the meta device, {name on disk: mapped tensor} and an adapter's changes.
 
-    Raises CheckpointError naming the damaged file, or the tensor that is missing, unknown,
-    misshaped or quantized. Only an adapter, and an output matrix beside tied embeddings, are read;
-    the latter must equal them. T5's may differ, and config.tie_word_embeddings becomes False then.
+    Raises CheckpointError naming the damaged file, or the tensor that is missing, unknown or
+    misshaped. An output matrix beside tied embeddings must equal them; T5's may differ, and
+    config.tie_word_embeddings becomes False then.
     """
     stored = {text_key(key, config): (path, key, tensor)
               for path, key, tensor in read_weights(Path(folder))}
@@ -197,15 +189,15 @@ def check_weights(folder: str | Path, config: ModelConfig):
 def fingerprint(folder: str | Path) -> str:
     """Return a hash of config.json's values, of the files of weights and of an adapter."""
     folder = Path(folder)
-    content = [read_json_object(folder / 'config.json'),
-               *sorted(map(file_digest, weight_files(folder)))]
+    config = read_json_object(folder / 'config.json')
+    content = [config, *sorted(map(file_digest, weight_files(folder)))]
     if (link := folder / ADAPTER_LINK).exists():
         content.append(rooms.load('adapter').fingerprint(link))
     return json_digest(content, size=8)
 
 
 def identity(folder: str | Path, tokenizer, dtype, *modules: str) -> dict:
-    """Return what decides the samples of the model in `folder`, besides prompts and settings.
+    """Return what decides samples of the model in `folder`, besides prompts and settings.
 
     dtype: of the weights on the device; modules: names of those that make the samples
     """

@@ -46,8 +46,7 @@ def _stopped(number):
 def one_line_errors(resume='', memory=''):
     """Run the block of a `with`; if it fails, end the script with one line and an exit status.
 
-    resume: how to continue an interrupted run, where the notes of its exception do not say that;
-    memory: which settings need less memory
+    resume: how to continue after an interruption; memory: which settings need less memory
     """
     for stream in (sys.stdout, sys.stderr):     # no UnicodeEncodeError where the locale is ASCII
         if isinstance(stream, io.TextIOWrapper):
@@ -69,33 +68,27 @@ def one_line_errors(resume='', memory=''):
     except (ConfigError, DataError, CheckpointError, TrainingError) as error:
         _fail(error)
     except ProcessError as error:
-        _fail(error, *_continue(error, resume))
+        _fail(error, resume)
     except ModuleNotFoundError as error:
         _fail(f'{error}; pip install -r requirements.txt')
     except (MemoryError, RuntimeError) as error:
         if is_lost_connection(error):
             _sleep_until_torchrun_ends_this(10)     # which names the other one
-            _fail('another process has ended; its own message, or that of torchrun, says why',
-                  *_continue(error, resume))
+            _fail('another process has ended; its message, or that of torchrun, says why', resume)
         if not (lacking := out_of_memory(error)):
             raise
         reason = str(lacking).strip().split('\n')[0] or 'the system gives this process no more'
-        _fail(f'out of memory: {reason}', *[memory] * bool(memory))
+        _fail(f'out of memory: {reason}', memory)
     except Stopped as stopped:
-        print(stopped, *_continue(stopped, resume), sep='; ')
+        print('; '.join(filter(None, (str(stopped), resume))))
         sys.exit(128 + stopped.signal)
     except KeyboardInterrupt as interrupt:
         number = interrupt.args[0] if interrupt.args else signal.SIGINT
         if _rank()[0] == 0:
-            print(_stopped(number), *_continue(interrupt, resume), sep='; ', file=sys.stderr)
+            print('; '.join(filter(None, (_stopped(number), resume))), file=sys.stderr)
         sys.exit(128 + number)
     finally:
         signal.signal(signal.SIGINT, before)
-
-
-def _continue(error, resume):
-    """Return how to continue after an error, as a list: its notes, else `resume`."""
-    return getattr(error, '__notes__', None) or [resume] * bool(resume)
 
 
 def _fail(*parts):
@@ -103,7 +96,7 @@ def _fail(*parts):
     rank, size = _rank()
     if rank > 0:
         _sleep_until_torchrun_ends_this(3)
-    message = escape_controls('; '.join(shorten(str(part), 2000) for part in parts))
+    message = escape_controls('; '.join(shorten(str(part), 2000) for part in parts if part))
     sys.exit(f'error{f" in process {rank} of {size}" * (size > 1)}: {message}')
 
 

@@ -1,9 +1,8 @@
 """Read settings: a file of `key = value` lines, then `--key=value` arguments, into a dataclass.
 
-The dataclass of a program (`TrainConfig` in train.py) lists every key with its type, default and
-meaning; any other key is an error. A config file holds only literals: nothing in it is executed. A
-field whose type is a dataclass takes a dict of that dataclass's keys: `eval = {'shots': 0}` in a
-file, `--eval.shots=0` on the command line.
+The dataclass of a program lists every key with its type, default and meaning. A config file holds
+only literals: nothing in it is executed. A field whose type is a dataclass takes a dict of its
+keys: `eval = {'shots': 0}` in a file, `--eval.shots=0` on the command line.
 """
 
 import ast
@@ -14,24 +13,24 @@ import math
 import pprint
 import re
 import sys
+import textwrap
 import types
 import typing
 from pathlib import Path
 
-from runtime import rooms
 from runtime.errors import ConfigError
+from runtime.ownership import refuse_inputs
 
 
 def load_config(cls, argv, usage='', config=None, hidden=()):
     """Return `cls(...)` from `argv` = ['configs/file.py', '--key=value', '--flag', ...].
 
-    Every field of the dataclass `cls` needs a default; `config` replaces the defaults. The file is
-    optional and comes first; later values win. `-h` or `--help` prints `usage`, then every key with
-    its type, default and comment but for those in `hidden`, and exits. Raises ConfigError.
+    `config` replaces the defaults of the dataclass `cls`. The file is optional and comes first.
+    `-h` or `--help` prints `usage` and the keys but `hidden`, and exits. Raises ConfigError.
     """
     if '-h' in argv or '--help' in argv:
         print(usage.strip(), '', 'keys, as --key=value or, before them, in a config file:',
-              *rooms.load('usage').describe_keys(cls, hidden=hidden), sep='\n')
+              *describe_keys(cls, hidden=hidden), sep='\n')
         raise SystemExit(0)
     config = config or cls()
     require_unicode(argv)
@@ -47,10 +46,34 @@ def load_config(cls, argv, usage='', config=None, hidden=()):
             raise ConfigError(f'unexpected argument {argument!r}: a config file comes first, '
                               f'everything after it is --key=value')
     if getattr(config, 'overwrite', False) and getattr(config, 'out_dir', None):
-        rooms.load('overwrite').refuse_inputs(
+        refuse_inputs(
             Path(config.out_dir).expanduser(),
             *(argument for argument in argv[:1] if not argument.startswith('--')))
     return config
+
+
+# a field with the comment above it, the comment beside it and the lines that continue the latter
+FIELD = re.compile(r'((?:^    # {1,4}\S.*\n)*)^    (\w+): .*?(?:  # (.*))?\n'
+                   r'((?:    (?:#  | +#).*\n)*)', re.MULTILINE)
+
+
+def describe_keys(cls, prefix='', hidden=()):
+    """Yield the lines of --help: each key with its default, type and comments."""
+    comments = {key: (above, re.sub(r'\n +# +', ' ', f'{beside}\n{more}'))
+                for above, key, beside, more in FIELD.findall(
+                    ''.join(inspect.getsource(base) for base in cls.__mro__[-2::-1]))}
+    for key, default in vars(cls()).items():
+        if key in hidden:
+            continue
+        above, beside = comments.get(key, ('', ''))
+        annotation = annotation_of(cls, key, '')
+        shown = ','.join(map(str, default)) if isinstance(default, tuple) else default
+        yield from ('  ' + line.strip() for line in above.splitlines())
+        yield textwrap.fill(f'({inspect.formatannotation(annotation)}) {beside}', 100,
+                            initial_indent=f'  --{prefix}{key}={shown}'.ljust(35) + ' ',
+                            subsequent_indent=' ' * 36)
+        for record in filter(dataclasses.is_dataclass, options_of(annotation)):
+            yield from describe_keys(record, f'{prefix}{key}.')
 
 
 def require_unicode(argv):
@@ -78,14 +101,6 @@ def require_given(config, **examples):
             raise ConfigError(f'no {key} given; for example --{key}={example}')
 
 
-def note_default(config, key, example):
-    """Say before a download that `key` has its default, a name on the hub."""
-    value = getattr(config, key)
-    if value == getattr(type(config)(), key):
-        names = value if isinstance(value, str) else ', '.join(value)
-        print(f'{key}: {names}, which is the default; --{key}={example} takes your own', flush=True)
-
-
 def dump_config(config):
     """Return the text of a config file from which `load_config` reads the same config."""
     return ''.join(f'{key} = {pprint.pformat(value, width=95, sort_dicts=False)}\n'
@@ -110,8 +125,7 @@ def read_assignments(path):
                 continue
             case ast.Assign(targets=[ast.Name(id=key)]):
                 if key in values:
-                    raise ConfigError(f'{where}: {key} is already set at {values[key][1]}; '
-                                      f'remove one')
+                    raise ConfigError(f'{where}: {key} is already set at {values[key][1]}')
                 try:
                     values[key] = ast.literal_eval(node.value), where
                 except (ValueError, TypeError, RecursionError, MemoryError) as error:

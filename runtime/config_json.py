@@ -1,7 +1,6 @@
 """Read, check and write the config.json of a model in the Hugging Face layout.
 
-A model is computed as transformers computes it. A value that this program does not support is an
-error that names its key.
+A model is computed as transformers computes it; a value that is not supported is an error.
 """
 
 import difflib
@@ -23,8 +22,7 @@ def read_config(folder: str | Path, changes: dict | None = None, seq2seq=False) 
     """Return the configuration in the config.json of `folder`, with `changes` to its keys.
 
     seq2seq: whether the caller can use T5 as well, whose configuration is that of families/t5.py
-    {'rope_theta': 5e5} also changes a file that has it in rope_parameters. Raises CheckpointError,
-    also for a key that the family lacks.
+    Raises CheckpointError, also for a changed key that the family lacks.
     """
     path = Path(folder, 'config.json')
     if not path.exists():
@@ -44,9 +42,9 @@ def read_config(folder: str | Path, changes: dict | None = None, seq2seq=False) 
     config = config_from_hf(raw | changes, f'{path} with shape = {changes}')
     known = raw.keys() | rules_of(config.model_type).keys()
     for key in sorted(changes.keys() - known, key=str):
-        near = difflib.get_close_matches(str(key), known, n=1)
-        raise CheckpointError(f'shape: {config.model_type} has no key {key!r} in its config.json'
-                              + (f'; did you mean {near[0]!r}?' if near else ''))
+        near = difflib.get_close_matches(str(key), known, 1, 0)[0]
+        raise CheckpointError(f'shape: {config.model_type} has no key {key!r} in its config.json; '
+                              f'did you mean {near!r}?')
     return config
 
 
@@ -103,7 +101,6 @@ def config_from_hf(raw: dict, where: str = 'config.json') -> ModelConfig:
 
 
 def _text_part(raw):
-    """Return the config.json of the text model of a multimodal model."""
     text = {'model_type': NESTED[raw['model_type']]} | raw.get('text_config', {})
     if text['model_type'] == 'mistral':     # where transformers reads no layer_types beside images
         text.pop('layer_types', None)

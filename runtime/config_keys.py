@@ -81,8 +81,7 @@ WHOLE_HEADS = {'llama', 'gemma2', 'gemma3_text', 'gpt_neox', 'opt'}
 # every n-th layer has no window, if config.json does not say which
 PATTERN = {'gemma2': 2, 'olmo3': 4}
 
-# The allowed values of each key, in the notation of runtime/json_rules.py. A key of DEFAULTS that
-# is not here may have only its default.
+# The allowed values of each key, as in json_rules.py; of other keys of DEFAULTS only the default
 SIZE, COUNT, TOKEN, CAP, SHARE = (1, 2**20), (1, 2**31), (0, 2**31), (1e-3, 1e6), (0.0, 1.0)
 FACTOR, EPS, POSITIVE, LAYERS = (1.0, 1e6), (1e-12, 1.0), (1e-6, 1e6), (1, 10_000)
 ALWAYS = each({
@@ -148,8 +147,7 @@ CHANGES = {'use_parallel_residual': (False, 'norm_order', 'before'),
 NANOCAL_FIELDS = {'softcap': [CAP, None], 'temperature': [(1e-3, 1e3)], 'long_context': [bool]}
 
 # Rotary positions: transformers 5 has a block `rope_parameters`, transformers 4 a block
-# `rope_scaling` beside rope_theta. docs/models.md explains the schemes; `frequencies` of model.py
-# computes them.
+# `rope_scaling` beside rope_theta. docs/models.md explains the schemes.
 ROPE_BLOCKS = ('rope_parameters', 'rope_scaling')
 LAYER_TYPES = ('full_attention', 'sliding_attention')
 # {key of a block: its name outside the block, where it may be instead}

@@ -1,7 +1,11 @@
 """Select device and dtype, move batches to the device and results back, report versions."""
 
+import contextlib
+import platform
 import re
+import subprocess
 import time
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -9,13 +13,13 @@ import torch
 from runtime import rooms
 from runtime.errors import ConfigError
 from runtime.parallel import own_gpu, rank, world_size
+from runtime.version import __version__
 
 
 def pick_device(device: str) -> str:
     """Return `device`, or for 'auto' the GPU if there is one, else the CPU. Raises ConfigError.
 
-    A GPU becomes the current one, and model.py gets the faster versions of its functions: see
-    speed/install.py. Under torchrun, a GPU without a number is that of this process.
+    A GPU becomes the current one, under torchrun that of this process; see speed/install.py.
     """
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if device == 'auto':
@@ -24,13 +28,12 @@ def pick_device(device: str) -> str:
         device = f'cuda:{own_gpu()}'
     if not re.fullmatch(r'cpu|cuda(:\d+)?', device):
         raise ConfigError(f"device = {device!r}; it must be 'auto', 'cpu', 'cuda' or like 'cuda:0'")
-    number = device.partition(':')[2]
-    if device != 'cpu' and int(number or 0) >= count:
-        available = f'CUDA devices 0 to {count - 1}' if count else 'no CUDA device'
-        raise ConfigError(f'device = {device!r}, but this machine has {available}')
-    if number:
-        torch.cuda.set_device(int(number))
     if device != 'cpu':
+        if int(device[5:] or 0) >= count:
+            available = f'CUDA devices 0 to {count - 1}' if count else 'no CUDA device'
+            raise ConfigError(f'device = {device!r}, but this machine has {available}')
+        if device[5:]:
+            torch.cuda.set_device(int(device[5:]))
         rooms.load('fast versions').install()
     return device
 
@@ -68,10 +71,7 @@ def micro_batches(packed, n_rows, device):
 
 
 class HostCopy:
-    """An asynchronous copy of a tensor to the host, and the time at which the tensor was computed.
-
-    Reading it waits for this tensor alone, not for work that the device was given later.
-    """
+    """An asynchronous copy of a tensor to the host, and the time when it was computed."""
 
     def __init__(self, x):
         self.host = x
@@ -84,7 +84,6 @@ class HostCopy:
             self.event.record()
 
     def values(self):
-        """Return the values as a numpy array."""
         if self.event:
             self.event.synchronize()
         return self.host.numpy()
@@ -95,3 +94,15 @@ class HostCopy:
             return self.clock - earlier.clock
         self.event.synchronize()
         return earlier.event.elapsed_time(self.event) / 1000
+
+
+def versions(device: str) -> dict[str, str]:
+    """Return the versions of the software, ours with the commit, and the name of `device`."""
+    commit = ''
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        commit = '+' + subprocess.run(
+            ['git', 'describe', '--always', '--dirty'], capture_output=True, text=True, check=True,
+            cwd=Path(__file__).parent, errors='replace', timeout=10).stdout.strip()
+    name = torch.cuda.get_device_name(device) if device.startswith('cuda') else platform.processor()
+    return {'nanocal': f'{__version__}{commit}', 'python': platform.python_version(),
+            'torch': torch.__version__, 'numpy': np.__version__, 'device': name}

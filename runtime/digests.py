@@ -1,7 +1,6 @@
 """Hashes: of values, of the content of files, and of the code that can change a result.
 
-Code is compared by its syntax trees without docstrings, file by file: formatting and comments do
-not count. What is hashed by its content, such as the tokens of a prompt, needs no code beside it.
+Code is compared by its syntax trees without docstrings, file by file, not by its formatting.
 """
 
 import ast
@@ -42,8 +41,7 @@ def file_digest(path):
 
 def code_digest(*modules):
     """Return a hash of the code of `modules`, names such as 'decoding.answers', of the model, its
-    fast versions and rows, and of all that they import of ours, directly or not, but for what is
-    OUTSIDE.
+    fast versions and rows, and of what they import of ours, directly or not, but what is OUTSIDE.
     """
     always = 'model', rooms.ROOMS['fast versions'], 'data.packing', 'data.tree_rows'
     files = map(module_file, (*always, *modules))
@@ -51,15 +49,13 @@ def code_digest(*modules):
 
 
 def module_file(name):
-    """Return the path of one of our modules, also if it does not exist."""
     return HERE / f'{name.replace(".", "/")}.py'
 
 
 def with_imports(files, counts):
-    """Return `files` and those that they import of ours, directly or not.
+    """Return `files` and those that they import of ours, directly or not, read from the files.
 
-    counts: whether a room, the name of a folder or of a file at the top level, counts. Imports are
-    read from the files, so the result does not depend on what a process has loaded.
+    counts: whether a room, the name of a folder or of a file at the top level, counts
     """
     chosen, new = set(), {*files}
 
@@ -79,13 +75,12 @@ def syntax_digest(*files):
 
 
 class Parsed(NamedTuple):
-    text: str       # the syntax tree without docstrings, as code
+    text: str       # the syntax tree without docstrings
     imports: set    # paths of our modules that are imported, also in functions and by rooms.load
 
 
 @functools.cache
 def parsed(file):
-    """Return the Parsed of a Python file."""
     tree, names = ast.parse(Path(file).read_text(encoding='utf-8')), set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):

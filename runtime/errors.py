@@ -17,10 +17,7 @@ def shorten(text, limit):
 
 
 def out_of_memory(error):
-    """Return the error, or that in whose handling it was raised, if it says that memory is lacking.
-
-    Python, torch, CUDA, its libraries and Triton each say so in another way. None if it does not.
-    """
+    """Return the error, or that in whose handling it was raised, if memory is lacking, or None."""
     while error and not (isinstance(error, MemoryError)
                          or type(error).__name__ == 'OutOfMemoryError'
                          or re.search("out of memory|allocate memory|ALLOC_FAILED", str(error))):

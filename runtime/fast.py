@@ -7,11 +7,10 @@ functions, and those of the same module that they call, have the digests that it
     ROTATE = FastVersion(rotate_kernel, {'model.rotate': '8f5bd6c5'})
     y = (rotate_kernel if ROTATE.stands_for(rotate) else rotate)(x, cos, sin)
 
-Else a note says which functions are others, and has their digests, to be written in the FastVersion
-once it computes the same again; tests/test_fast.py holds each pair together. A digest is of names,
-operations and constants, also those of the module: layout, comments, docstrings and annotations do
-not count. A function whose source is unknown, or that is a closure, is always another one. This
-file imports nothing of ours.
+Else a note has the new digests, to be written there once the fast version computes the same again;
+tests/test_fast.py holds each pair together. A digest is of names, operations and constants, also
+those of the module: layout, comments, docstrings and annotations do not count. A function whose
+source is unknown, or that is a closure, is always another one. This file imports nothing of ours.
 """
 
 import ast
@@ -120,6 +119,5 @@ def structure(node) -> str:
 
 
 def is_docstring(node) -> bool:
-    """Return whether a statement is a text without effect."""
     return (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
             and isinstance(node.value.value, str))

@@ -26,7 +26,7 @@ def each(rules: dict) -> dict:
 
 
 def check_values(values, rules, where, block='', required=()):
-    """Raise CheckpointError for a missing or wrong value and, inside a block, an unknown key.
+    """Raise CheckpointError for a missing or wrong value and, inside a `block`, an unknown key.
 
     required: the keys that may not be missing; None: those that may not be null
     """

@@ -1,14 +1,16 @@
 """What runs print and record: sizes, one example, the steps, progress."""
 
+import atexit
 import contextlib
 import datetime
+import importlib
 import json
 import math
 import resource
 import sys
 import time
 from collections import deque
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -22,27 +24,26 @@ from runtime.errors import ConfigError, TrainingError, escape_controls
 from runtime.sources import full_path
 from runtime.parallel import rank
 from runtime.resume import advice
+from runtime.weights import nonfinite_tensor
 
 
 def print_sizes(run):
-    """Print the sizes of a `train.Run` before its first step."""
     cfg = run.cfg
     model = run.model
-    training = run.training
     steps = run.steps
-    lengths, c = run.sequences.lengths[training], model.config
+    lengths = run.sequences.lengths[run.training]
     total = sum(p.numel() for p in model.parameters())
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     adapters = f' ({trained:,} of them trained)' if trained < total else ''
     name = torch.cuda.get_device_name(run.device) if run.device.startswith('cuda') else 'CPU'
     print(f'device: {run.device} ({name}), {str(model.head.dtype).split(".")[-1]}')
-    print(f'model: {cfg.model}: {c.model_type}, {total:,} parameters{adapters}')
+    print(f'model: {cfg.model}: {model.config.model_type}, {total:,} parameters{adapters}')
     if unused := [key for key, value in vars(cfg).items() if key.startswith('lora_')
                   and not cfg.lora and value != getattr(type(cfg), key)]:
         print(f'note: without lora = True all weights are trained; no effect: {", ".join(unused)}')
     others = len(run.sequences) - len(run.held_out)
     sample = f' (a sample of {others:,})' if cfg.data_limit else ''
-    print(f'data: {cfg.data}: {len(training):,} sequences{sample}, {lengths.sum():,} tokens '
+    print(f'data: {cfg.data}: {len(lengths):,} sequences{sample}, {lengths.sum():,} tokens '
           f'(mean {lengths.mean():.0f}, longest {lengths.max()})')
     print(f'steps: {steps} of {cfg.batch_size} sequences, about '
           f'{lengths.mean() * cfg.batch_size:,.0f} tokens each')
@@ -53,9 +54,9 @@ def print_sizes(run):
     if used < available:
         cause = (f'max_steps = {cfg.max_steps}' if cfg.max_steps == steps else
                  f'the rest does not fill a step of {cfg.batch_size}')
-        never = f'; {len(training) - used:,} are never seen' if used < len(training) else ''
+        never = f'; {len(lengths) - used:,} are never seen' if used < len(lengths) else ''
         print(f'sequences trained on: {used:,} of {available:,} (epochs = {cfg.epochs:g}, each of '
-              f'{len(training):,}): {cause}{never}')
+              f'{len(lengths):,}): {cause}{never}')
     print(f'folder: {cfg.out_dir}' + ' (a dry run writes nothing there)' * cfg.dry_run)
 
 
@@ -74,14 +75,10 @@ def show_example(example, tokenizer):
 
 
 class StepLog(contextlib.AbstractContextManager):
-    """Check and record each step's numbers while the device computes the next step.
-
-    Every log_every-th step of a `train.Run` is printed; log.jsonl and the tracker get every step.
-    """
+    """Check and record each step's numbers while the device computes the next step."""
 
     def __init__(self, run, first, until):
         self.run = run
-        self.first = first
         self.until = until
         self.cfg = cfg = run.cfg
         self.unread, self.times = None, deque([time.monotonic()], maxlen=51)    # of steps' ends
@@ -115,8 +112,7 @@ class StepLog(contextlib.AbstractContextManager):
         (step, lr, chosen, packed, rows, names, began, ended), self.unread = self.unread, None
         values = dict(zip(names, ended.values().tolist(), strict=True))
         if not (math.isfinite(values['loss']) and math.isfinite(values['grad_norm'])):
-            bad = None if self.cfg.from_scratch else rooms.load(
-                'nonfinite').nonfinite_tensor(self.run.base)
+            bad = None if self.cfg.from_scratch else nonfinite_tensor(self.run.base)
             cause = (f'the base model {self.cfg.model} has a value that is not finite in {bad}'
                      if bad else f'lower lr or check the data: the sequences were '
                      f'{chosen.tolist()} of {self.cfg.data}, counted from 0')
@@ -133,9 +129,6 @@ class StepLog(contextlib.AbstractContextManager):
         self.times.append(time.monotonic())
         if step % self.cfg.log_every == 0 or step == self.until:
             self.print(record)
-        if step == self.first + 1:
-            self.bar.write('peak memory after the first step: '
-                           f'{peak_memory(self.run.device):.2f} GiB')
         if self.file:
             try:
                 ownership.check_in_place(self.file)
@@ -150,7 +143,7 @@ class StepLog(contextlib.AbstractContextManager):
         try:
             if not record:
                 if self.cfg.tracker != 'none':
-                    self.send = rooms.load('trackers').start_tracker(self.cfg)
+                    self.send = start_tracker(self.cfg)
             elif self.send:
                 self.send(record)
         except Exception as error:      # a tracker may raise anything
@@ -169,6 +162,20 @@ class StepLog(contextlib.AbstractContextManager):
                        f'grad norm {record["grad_norm"]:.2f}  '
                        f'{record["tokens_per_s"]:.0f} tokens/s  {left} left')
         sys.stdout.flush()      # for those who follow a redirected output
+
+
+def start_tracker(cfg):
+    if cfg.tracker == 'tensorboard':
+        from torch.utils.tensorboard import SummaryWriter
+        writer = SummaryWriter(Path(cfg.out_dir) / 'runs')
+        atexit.register(writer.close)   # it writes every two minutes, and not by itself at the end
+        return lambda record: [writer.add_scalar(key, value, record['step'])
+                               for key, value in record.items()]
+    tracker = importlib.import_module(cfg.tracker)      # trackio has the functions of wandb
+    more = {'dir': cfg.out_dir} if cfg.tracker == 'wandb' else {}
+    run = tracker.init(project='nanocal', name=Path(cfg.out_dir).name, config=asdict(cfg), **more)
+    atexit.register(tracker.finish)     # a thread sends the records
+    return lambda record: run.log(record, step=record['step'])
 
 
 def open_log(cfg, first):

@@ -1,7 +1,4 @@
-"""The loss of a config.
-
-`loss` is a text such as 'focal(2) + z_loss(1e-4)', with functions of the table LOSSES.
-"""
+"""The key `loss` of a config: a text such as 'focal(2) + z_loss(1e-4)'."""
 
 import ast
 import difflib
@@ -13,10 +10,7 @@ NODES = (ast.Expression, ast.BinOp, ast.Add, ast.Call, ast.Name, ast.Load, ast.U
 
 
 def parse_loss(text):
-    """Return the Loss of a sum of calls of functions in LOSSES, at least one of them a whole loss.
-
-    The arguments are numbers. Raises ConfigError, for an unknown name with the nearest one.
-    """
+    """Return the Loss of a sum of calls of LOSSES with numbers. Raises ConfigError."""
     try:
         tree = ast.parse(text.strip(), mode='eval')
         if sum(isinstance(node, ast.Call) for node in ast.walk(tree)) > 100:
@@ -27,8 +21,7 @@ def parse_loss(text):
                 raise ValueError(f'there is no {node.id!r}; did you mean {near!r}?')
             number = isinstance(node, ast.Constant) and type(node.value) in (int, float)
             if not (number or isinstance(node, NODES)):
-                raise ValueError('write a sum of calls with numbers, such as '
-                                 "'focal(2) + z_loss(1e-4)'")
+                raise ValueError("write a sum of calls with numbers: 'focal(2) + z_loss(1e-4)'")
         # Only names of LOSSES, numbers, calls, + and - are left.
         loss = eval(compile(tree, text, 'eval'), {'__builtins__': {}}, LOSSES)
         if not isinstance(loss, Loss):

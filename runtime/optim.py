@@ -1,14 +1,14 @@
 """AdamW that loses nothing to bfloat16.
 
 A bfloat16 weight has 8 significant bits. At a learning rate of 5e-6, a weight above 0.0026 never
-changes: its update is less than half the distance to the next bfloat16 number. There are two
-remedies here, and `compact` in speed/compact.py:
+changes: its update is less than half the distance to the next bfloat16 number. Remedies:
 
     exact        An int16 beside each weight holds the missing bits of float32; the two together are
                  the float32 master weight. The moments are float32: 12 bytes per weight, plus the
                  gradient.
     stochastic   Weights and moments are bfloat16 and are rounded up or down at random, correctly on
                  average: 6 bytes per weight, plus the gradient.
+    compact      See speed/compact.py.
 
 Float32 weights are updated as they are. On a CPU the library's update computes `_adamw` in one pass
 through memory. This file imports nothing of ours.
@@ -45,9 +45,8 @@ DTYPES = {'float32': (torch.float32, torch.float32),
 class AdamW(torch.optim.Optimizer):
     """The update of torch.optim.AdamW, computed in float32 whatever the weights are.
 
-    `kind` (see above) applies to bfloat16 weights only. Parameters may be DTensors: each
-    process updates its part, with random numbers that depend on its `rank`. A step is `begin`, one
-    or more backward passes, `step`.
+    `kind` (see above) applies to bfloat16 weights only. Parameters may be DTensors: each process
+    updates its part, with random numbers of its `rank`. A step is `begin`, backward passes, `step`.
 
     Source: Loshchilov and Hutter 2019, algorithm 2, with the learning rate on the decay as well.
     """
@@ -77,10 +76,8 @@ class AdamW(torch.optim.Optimizer):
         return [p for group in self.param_groups for p in group['params']]
 
     def begin(self, micro_batches: int):
-        """Begin a step of `micro_batches` backward passes.
-
-        Each pass computes bfloat16 gradients. Several are summed in float32, so that each is
-        rounded only once; 'stochastic' saves that memory and sums in bfloat16.
+        """Begin a step of `micro_batches` backward passes, whose bfloat16 gradients are summed in
+        float32, so that each is rounded once; 'stochastic' sums in bfloat16.
         """
         self.summing = micro_batches > 1
 
@@ -103,7 +100,6 @@ class AdamW(torch.optim.Optimizer):
         """For each group, lists [parameters, w, low, m, v, ranges]: what is updated together.
 
         All but the parameters are flat, this process's part of them; None where there is none.
-        `ranges` are those of speed/compact.py.
         """
         groups = []
         for group in self.param_groups:
@@ -240,11 +236,7 @@ def float32_step(x, g, m, v, numbers, scale):
 
 
 def _adamw(x, g, m, v, numbers, scale):
-    """Update the float32 weights x and moments m and v in place, by the gradient g * scale.
-
-    The arithmetic takes longer than reading and writing: rsqrt is an instruction where a root is
-    twenty.
-    """
+    """Update the float32 weights x and moments m and v in place, by the gradient g * scale."""
     gain1, beta2, gain2, step_size, root2, eps, decay = numbers.unbind()
     g = g.float() * scale
     m.copy_(m + gain1 * (g - m))
@@ -282,7 +274,7 @@ def noise_like(w: Tensor, seed: Tensor, first: int) -> Tensor:
 
 
 def _noise(index: Tensor, seed: Tensor) -> Tensor:
-    """Return 32 random bits for each int32 index: a hash of few operations, so that it is fast."""
+    """Return 32 random bits for each int32 index: a fast hash of few operations."""
     # the masks make the shifts logical: an int32 shift copies the sign, and top bits would cancel
     x = (index ^ seed) * -0x61c88647
     x = (x ^ ((x >> 15) & 0x1ffff)) * 0x7feb352d

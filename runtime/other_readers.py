@@ -1,53 +1,23 @@
-"""Read the rows of JSON lists, of texts and of tables: CSV and TSV, Parquet and Arrow files."""
+"""Read the rows of texts and of tables: CSV and TSV, Parquet and Arrow files."""
 
 import csv
 import io
 import itertools
-import json
 import re
 
 from runtime.errors import DataError
-from runtime.readers import decode, jsonl_rows, parse_json, row_or_error
+from runtime.readers import decode, row_or_error
 
 
 def rows(path, file, kind, to_rows):
-    """Yield as `readers.read_rows` the (place, row) of an open file of a kind."""
     if kind in ('.csv', '.tsv'):
         yield from table_rows(path, file, kind, to_rows)
+    elif kind == '.txt':
+        text = row_or_error(decode, file.read(), path)
+        yield str(path), text if isinstance(text, DataError) else {
+            'text': text.replace('\r\n', '\n').replace('\r', '\n')}
     else:
-        read = {'.json': json_rows, '.txt': txt_rows}.get(kind, parquet_rows)
-        yield from read(path, file)
-
-
-def json_rows(path, file):
-    begin = file.tell()
-    lines = [*itertools.islice(filter(bytes.strip, file), 2)]
-    if not lines:
-        raise DataError(f'{path} is empty')
-    try:
-        first = json.loads(lines[0])
-    except (ValueError, RecursionError):
-        first = None
-    file.seek(begin)
-    # a first line that is an object is a row, unless it has a list of rows and nothing follows
-    if isinstance(first, dict) and (len(lines) > 1 or not isinstance(first.get('examples'), list)):
-        yield from jsonl_rows(path, file)
-        return
-    rows = parse_json(file.read(), path)
-    if isinstance(rows, dict):      # BIG-bench's task.json
-        rows = rows.get('examples')
-    if not isinstance(rows, list):
-        raise DataError(f'{path}: a .json file must hold a list of rows, one row per line, or an '
-                        f'object with a list of rows as "examples"')
-    for number, row in enumerate(rows, 1):
-        place = f'{path}: row {number}'
-        yield place, DataError(f'{place}: {row}') if isinstance(row, DataError) else row
-
-
-def txt_rows(path, file):
-    text = row_or_error(decode, file.read(), path)
-    yield str(path), text if isinstance(text, DataError) else {
-        'text': text.replace('\r\n', '\n').replace('\r', '\n')}
+        yield from parquet_rows(path, file)
 
 
 def table_rows(path, file, kind, to_rows):
@@ -70,8 +40,7 @@ def table_rows(path, file, kind, to_rows):
 def named_rows(lines, delimiter):
     """Yield (place, row) of the lines of a table; the first one names the columns.
 
-    Only a .csv file whose first line ends in a letter or a number, the answer of MMLU's own files,
-    has no names: its rows are lists.
+    MMLU's own .csv files, whose first line ends in a letter or number, have no names but lists.
     """
     names = None
     for place, cells in lines:

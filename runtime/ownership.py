@@ -1,18 +1,16 @@
 """Track which files of an output folder belong to this program.
 
-written.json lists the files that this program wrote in its folder; before/, the report before
-training, has a list of its own. `claim` puts a name on the list before its file is written. A file
-that is not on the list is never replaced or deleted. --overwrite deletes nothing:
-runtime/overwrite.py gives the old folder a free name.
+written.json lists the files that this program wrote in its folder; `claim` puts a name on the list
+before its file is written. A file that is not on the list is never replaced or deleted.
 
 Files are written under a temporary name and renamed, so a crash leaves the old file or the new one;
-`lock` removes temporary files that a crash left behind. Files of lines, such as log.jsonl, grow
-instead, and resume.py says when a checkpoint is complete.
+`lock` removes temporary files that a crash left behind. Files of lines, such as log.jsonl, grow.
 """
 
 import contextlib
 import fcntl
 import glob
+import itertools
 import json
 import os
 import secrets
@@ -24,7 +22,7 @@ from runtime.errors import ConfigError
 
 LIST, LOCK = 'written.json', '.lock'
 LOCKS = {}     # {real path of a folder: its lock file, which this process holds open}
-INPUTS = set()     # the files that this command reads: see `note_inputs`
+INPUTS = set()      # the files that this command reads, which begins by `INPUTS.clear()`
 
 
 @contextlib.contextmanager
@@ -134,12 +132,7 @@ def discard(folder, *patterns, keep=''):
         _write_list(folder, [name for name in written_files(folder) if name not in {*names}])
 
 
-# ---- --overwrite ---------------------------------------------------------------------------------
-
-def forget_inputs():
-    """Forget the files of an earlier command in this process."""
-    INPUTS.clear()
-
+# ---- --overwrite: an old folder or file gets a free name, and nothing is deleted -----------------
 
 def note_inputs(*paths):
     """Note files or folders that this command reads, so that `rename_old` refuses to move them."""
@@ -150,6 +143,44 @@ def has_written(folder):
     """Return whether a file that this program wrote is in `folder`."""
     return any(os.path.lexists(Path(folder, name)) for name in written_files(folder))
 
+
+def rename_old(*paths):
+    """Rename a folder that this program wrote, or files: 'run' to 'run.1' if that name is free.
+
+    paths: one folder that this process has locked, or files with the same stem, which get the same
+    number. Raises ConfigError if this command reads something there, or another process writes.
+    """
+    check_in_place(*LOCKS.values())
+    stem = paths[0].stem
+    if paths[0].is_dir():
+        paths = [Path(os.path.realpath(paths[0]))] * has_written(paths[0])
+        stem = paths[0].name if paths else ''
+    old = [path for path in paths if os.path.lexists(path)]
+    for path in old:
+        refuse_inputs(path, *sorted(INPUTS), os.getcwd())
+        for inner in path.rglob(f'*/{LOCK}'):
+            open_lock(inner.parent).close()        # raises if a process holds it
+    named = ([path.with_name(path.name.replace(stem, f'{stem}.{n}', 1)) for path in old]
+             for n in itertools.count(1))
+    free = next(new for new in named if not any(map(os.path.lexists, new)))
+    for path, new in zip(old, free, strict=True):
+        path.rename(new)
+        print(f'--overwrite: {path} is now {new}')
+        if file := LOCKS.get(str(path)):
+            file.close()
+            LOCKS[str(path)] = open_lock(path)
+
+
+def refuse_inputs(place, *names):
+    """Raise ConfigError if one of `names`, which this command reads, is `place` or below it."""
+    for name in map(os.path.abspath, names if place.exists() else ()):
+        for path in map(Path, (name, os.path.realpath(name))):
+            if any(at.exists() and at.samefile(place) for at in (path, *path.parents)):
+                raise ConfigError(f'--overwrite would rename {place}, and this command reads '
+                                  f'{path}; write to another place, or read a copy from elsewhere')
+
+
+# ---- Writing -------------------------------------------------------------------------------------
 
 def _write_list(folder, names):
     write_text(Path(folder, LIST), json.dumps({'files': names}, indent=0) + '\n')
@@ -190,9 +221,7 @@ def write_text(path, text):
 
 def _remove_leftovers(folder):
     """Remove the temporary files of listed names; the caller has locked `folder`."""
-    before = Path(folder, 'before')
-    paths = [Path(place, name) for place in (folder, before)
-             for name in (LIST, *written_files(place))]
-    for path in paths:
-        for part in path.parent.glob(f'{glob.escape(path.name)}.{"[0-9a-f]" * 8}.nanocal-tmp'):
-            part.unlink(missing_ok=True)
+    for place in (folder, Path(folder, 'before')):
+        for path in (Path(place, name) for name in (LIST, *written_files(place))):
+            for part in path.parent.glob(f'{glob.escape(path.name)}.{"[0-9a-f]" * 8}.nanocal-tmp'):
+                part.unlink(missing_ok=True)

@@ -1,17 +1,21 @@
 """Several processes, started by torchrun: ranks and gathering.
 
-Only this file, connect.py and speed/sharding.py, which shards weights, gradients and optimizer
-states over the processes, call torch.distributed; the first process gathers them to write files.
+Only this file and speed/sharding.py, which shards weights, gradients and optimizer states over
+the processes, call torch.distributed; the first process gathers them to write files.
 """
 
 import contextlib
+import datetime
 import os
+import signal
+import sys
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from tqdm import tqdm
 
-from runtime import ownership, rooms
+from runtime import ownership
 from runtime.processes import under_torchrun
 
 
@@ -35,9 +39,38 @@ def own_gpu() -> int | None:
     return int(os.environ['LOCAL_RANK'])
 
 
+def join_processes():
+    """Connect the processes that torchrun started; only the first one prints."""
+    backend, gpu = 'gloo', own_gpu()
+    if gpu is not None:
+        torch.cuda.set_device(gpu)
+        backend = 'cpu:gloo,cuda:nccl'
+    # the others wait while the first process tokenizes and evaluates, which can take a day
+    dist.init_process_group(backend, timeout=datetime.timedelta(days=2))
+    if rank() > 0:
+        sys.stdout = open(os.devnull, 'w')
+
+
+@contextlib.contextmanager
 def joined():
-    """Return a context in which the processes of torchrun are connected, if it started this one."""
-    return rooms.load('connect').connected() if under_torchrun() else contextlib.nullcontext()
+    """Connect the processes for a `with` block, after which they end together."""
+    if not under_torchrun():
+        yield
+        return
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)   # Python's would wait for gloo's calls to end
+    try:
+        join_processes()
+        yield
+        if world_size() > 1:
+            barrier()
+            dist.destroy_process_group()
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(0)     # gloo's threads sometimes abort a process that shuts down normally
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)   # that of the block may raise exceptions
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
 
 def barrier():
@@ -68,12 +101,11 @@ def gather(value) -> list:
     return values
 
 
-def collect(value) -> list:
-    """Return as `gather` in the first process; [] in the others."""
-    values = [value] * world_size() if rank() == 0 else []
-    if world_size() > 1:
-        dist.gather_object(value, values or None)
-    return values
+def progress_bar(label, total, unit):
+    """Return the tqdm bar of the first process; in a file it has a line every 30 seconds."""
+    seconds = 1 if sys.stderr.isatty() else 30
+    return tqdm(total=total, desc=label, unit=f' {unit}', mininterval=seconds, delay=seconds - 1,
+                disable=rank() > 0)
 
 
 def sum_over_processes(x: Tensor) -> Tensor:

@@ -24,8 +24,7 @@ def forked_pool(processes, function):
     """Yield `imap(items, chunksize=1)`, which yields function(x) for each item, in order.
 
     The forked processes inherit `function`; items and results are pickled. Each has a pipe of its
-    own: multiprocessing.Pool would wait forever if one is killed. Here that is a ProcessError. With
-    `processes` of 0 or 1, this process computes the results.
+    own: multiprocessing.Pool would wait forever if one is killed. 0 or 1 `processes`: none.
     """
     if processes <= 1:
         yield lambda items, chunksize=1: map(function, items)

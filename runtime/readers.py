@@ -1,7 +1,8 @@
-"""Read the rows of a file: JSON lines, or another kind by other_readers.py."""
+"""Read the rows of a file: JSON lines and lists, or another kind by other_readers.py."""
 
 import codecs
 import gzip
+import itertools
 import json
 import re
 import zlib
@@ -9,19 +10,19 @@ import zlib
 from runtime import rooms
 from runtime.errors import DataError
 
-LINES = '.jsonl', '.ndjson'
-KINDS = *LINES, '.json', '.txt', '.csv', '.tsv', '.parquet', '.arrow'
+JSON = '.jsonl', '.ndjson', '.json'
+KINDS = *JSON, '.txt', '.csv', '.tsv', '.parquet', '.arrow'
 
 
 def read_rows(path, to_rows=None):
     """Yield (place, row) of a file of one of KINDS, such as a.jsonl or a.csv, also with .gz.
 
     `place` is 'file:line', or 'file: row n' for parquet and JSON lists; both count from 1. A row
-    that cannot be read or repeats a key is yielded as a DataError, to stop or skip; a file that
-    cannot be read raises one. A .txt file is one row, {'text': its content}.
+    that cannot be read or repeats a key is yielded as a DataError; a file that cannot be read
+    raises one. A .txt file is one row, {'text': its content}.
 
-    to_rows: function of the (place, list of cells) of each line of a .csv or .tsv file and of its
-    delimiter, which yields (place, row); None: `named_rows` of other_readers.py
+    to_rows: function of the (place, list of cells) of each line of a table and of its delimiter,
+             which yields (place, row); None: `named_rows` of other_readers.py
     """
     if not path.is_file():
         raise DataError(f'{path} is a folder; name a file in it' if path.is_dir() else
@@ -40,8 +41,8 @@ def read_rows(path, to_rows=None):
                 raise DataError(f'{path} is a Feather file; save it as .parquet')
             if start.startswith(b'version https://git-lfs'):
                 raise DataError(f'{path} is a pointer of Git LFS; get the file by git lfs pull')
-            if kind in LINES:
-                yield from jsonl_rows(path, file)
+            if kind in JSON:
+                yield from json_rows(path, file, kind)
             else:
                 yield from rooms.load('other readers').rows(path, file, kind, to_rows)
     except DataError:
@@ -100,14 +101,30 @@ def row_or_error(read, *arguments):
         return error
 
 
-def jsonl_rows(path, file):
+def json_rows(path, file, kind):
+    """Yield the rows of JSON lines or of one list, which either kind of file may hold."""
     begin = file.tell()
-    # stripped, since JSON's error at a line break would name the next line
-    lines = ((number, raw.strip()) for number, raw in enumerate(file, 1) if raw.strip())
-    for i, (number, raw) in enumerate(lines):
-        place = f'{path}:{number}'
-        if i == 0 and re.match(rb'\[\s*({|$)', raw):      # one array, as lm_eval 0.4.0 writes
-            file.seek(begin)
-            yield from rooms.load('other readers').json_rows(path, file)
-            return
-        yield place, row_or_error(parse_json, raw, path, number)
+    lines = [*itertools.islice(filter(bytes.strip, file), 2)]
+    file.seek(begin)
+    by_line = not (lines and re.match(rb'\s*\[\s*({|$)', lines[0]))   # as lm_eval 0.4.0 writes
+    if kind == '.json':
+        try:
+            first = json.loads(lines[0])
+        except (ValueError, LookupError, RecursionError):
+            first = None
+        # an object is a row, unless it has a list of rows, as BIG-bench's, and nothing follows
+        by_line = isinstance(first, dict) and (
+            len(lines) > 1 or not isinstance(first.get('examples'), list))
+    if by_line:
+        for number, raw in enumerate(file, 1):
+            if raw := raw.strip():      # JSON's error at a line break would name the next line
+                yield f'{path}:{number}', row_or_error(parse_json, raw, path, number)
+        return
+    rows = parse_json(file.read(), path)
+    rows = rows.get('examples') if isinstance(rows, dict) else rows
+    if not isinstance(rows, list):
+        raise DataError(f'{path}: a .json file must hold a list of rows, one row per line, or an '
+                        f'object with a list of rows as "examples"')
+    for number, row in enumerate(rows, 1):
+        place = f'{path}: row {number}'
+        yield place, DataError(f'{place}: {row}') if isinstance(row, DataError) else row

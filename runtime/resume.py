@@ -3,7 +3,6 @@
 runtime/resume_state.py writes and reads the checkpoints, out_dir/resume-<step>/.
 """
 
-import contextlib
 import os
 import re
 import signal
@@ -12,14 +11,14 @@ from pathlib import Path
 
 from runtime import cli
 from runtime.config import run_settings
-from runtime.errors import ConfigError, Stopped
+from runtime.errors import ConfigError
 from runtime.sources import full_path
 from runtime.ownership import LIST, LOCK, check_free, has_written, written_files
 from runtime.parallel import joined
 
 
 class StopSignals:
-    """A context in which the first SIGINT or SIGTERM sets `number` and the next one interrupts."""
+    """In this context the first SIGINT or SIGTERM sets `number` and the next one interrupts."""
 
     def __enter__(self):
         self.number = 0
@@ -37,26 +36,12 @@ class StopSignals:
 
 
 def run_script(main):
-    """Call `main` with the arguments of the command line, also under torchrun."""
     memory = ('--checkpoint_activations, --micro_rows=1 and a shorter --pack_len need less for a '
               'forward pass, --master_weights=compact less for the weights')
-    with cli.one_line_errors(memory=memory), joined():
+    resume = '--resume continues from the last checkpoint, if there is one'
+    with cli.one_line_errors(resume, memory), joined():
         signal.signal(signal.SIGTERM, cli.stop)
         main(sys.argv[1:])
-
-
-@contextlib.contextmanager
-def notes_how_to_continue(cfg):
-    """Add to an exception that interrupts the block how --resume continues the run, if it does."""
-    try:
-        yield
-    except (KeyboardInterrupt, RuntimeError, Stopped) as error:
-        if not cfg.dry_run and checkpoints(cfg.out_dir):
-            error.add_note('the same command continues' if cfg.resume else
-                           '--resume continues from the last checkpoint')
-        elif not cfg.dry_run and Path(cfg.out_dir, 'config.json').exists():
-            error.add_note('the weights are saved, and --resume makes the card and the report')
-        raise
 
 
 def check_folder(cfg):
@@ -65,22 +50,17 @@ def check_folder(cfg):
     if Path(cfg.model).is_dir() and Path(os.path.realpath(cfg.model)).is_relative_to(
             os.path.realpath(out_dir)):     # unlike Path.resolve it accepts a link to itself
         raise ConfigError(f'out_dir = {cfg.out_dir} holds the model {cfg.model} itself')
-    try:
-        # a run that is killed while it writes its first list leaves that under a temporary name
-        files = {path.name for path in out_dir.iterdir() if not path.name.startswith(f'{LIST}.')}
-    except FileNotFoundError:
-        files = set()
-    except (OSError, ValueError) as error:      # ValueError: a NUL in the name
-        raise ConfigError(f'out_dir = {cfg.out_dir!r} is no folder: {error}') from error
+    # a run that is killed while it writes its first list leaves that under a temporary name
+    files = {path.name for path in (out_dir.iterdir() if out_dir.is_dir() else ())
+             if not path.name.startswith(f'{LIST}.')}
     if LIST not in files and files - {LOCK}:
         raise ConfigError(f'out_dir = {cfg.out_dir} is not empty and has no {LIST}, the list of '
                           f'what a run wrote; choose another --out_dir, or move that folder away')
 
 
 def check_run(cfg, free_keys):
-    """Raise ConfigError if the run in out_dir is neither to be resumed nor to be overwritten.
-
-    To be resumed, a run must keep its settings except for `free_keys`.
+    """Raise ConfigError if the run in out_dir is neither to be overwritten nor to be resumed, for
+    which it must keep its settings except for `free_keys`.
     """
     out_dir = Path(cfg.out_dir)
     check_free(out_dir, *(path.relative_to(out_dir) for path in out_dir.glob('resume-*/state*')))

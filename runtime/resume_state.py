@@ -1,12 +1,11 @@
-"""The checkpoints of a training run: what the next step depends on, written and read.
+"""The checkpoints of a training run, out_dir/resume-<step>/.
 
-out_dir/resume-<step>/ holds in safetensors all that the next step depends on: the trained weights
-with the low bits of their master, the Adam moments and the random states. The position in the data
-and the learning rate follow from the step. state.json has a checksum of every file and of itself.
-It is written last, then the older checkpoint is removed: a complete one exists at any moment.
+They hold in safetensors all that the next step depends on: the trained weights with the low bits of
+their master, the Adam moments and the random states. The position in the data and the learning rate
+follow from the step. state.json has a checksum of every file and of itself. It is written last,
+then the older checkpoint is removed: a complete one exists at any moment.
 """
 
-import functools
 import json
 import os
 from pathlib import Path
@@ -22,32 +21,26 @@ from runtime.saving import write_files
 from runtime.weights import read_tensors
 
 FILE_BYTES = 4_000_000_000
-# facts that a resumed run must share with the run that wrote the checkpoint, as messages name them
-FACTS = {'data': 'training data or end tokens', 'model': 'base model',
-         'dtype': 'weights on the device'}
 
 
 def save_checkpoint(out_dir, step, named, optimizer, facts):
     """Write out_dir/resume-<step>/, state.json last, then remove the older checkpoints.
 
     named: {name: trained parameter}; facts: {name: JSON value} that a resumed run must share.
-    Every process must call this; the first one writes. Raises TrainingError if that fails.
+    Every process must call this. Raises TrainingError if it fails.
     """
     folder, random = Path(out_dir) / f'resume-{step}', {'cpu': torch.get_rng_state()}
     device = next(iter(named.values())).device
     if device.type == 'cuda':
         random['cuda'] = torch.cuda.get_rng_state(device)
-    shares, size = [], FILE_BYTES       # {name: tensor} of each file
-    for key, tensor in state_tensors(named, optimizer):
-        if size >= FILE_BYTES:
-            shares.append({})
-            size = 0
-        shares[-1][key] = tensor
-        size += tensor.numel() * tensor.element_size()
+    tensors = [*state_tensors(named, optimizer)]
+    n = 1 + sum(tensor.nbytes for _, tensor in tensors) // FILE_BYTES
+    shares = [dict(tensors[i::n]) for i in range(n)]        # {name: tensor} of each file
     for number, states in enumerate(gather(random)):
         shares[-1] |= {f'random.{number}.{kind}': state for kind, state in states.items()}
-    files = {f'state-{number:05d}.safetensors': functools.partial(_whole, share)
-             for number, share in enumerate(shares, 1)}
+    files = {f'state-{number:05d}.safetensors': lambda share=share: {
+        key: gather_full(tensor).cpu().contiguous() for key, tensor in share.items()}
+        for number, share in enumerate(shares, 1)}
     try:
         if rank() == 0:
             discard(out_dir, f'{folder.name}/*')
@@ -64,15 +57,10 @@ def save_checkpoint(out_dir, step, named, optimizer, facts):
         discard(out_dir, 'resume-*', keep=f'{folder.name}/*')
 
 
-def _whole(share):
-    return {key: gather_full(tensor).cpu().contiguous() for key, tensor in share.items()}
-
-
 def restore(out_dir, named, optimizer, facts):
     """Fill parameters and optimizer from the newest intact checkpoint; return its step, or 0.
 
-    A damaged checkpoint is reported and an older one used. Raises TrainingError if all are damaged
-    or if the run has other `facts` than the one that wrote the checkpoint.
+    Raises TrainingError if all are damaged, or of a run with other `facts`.
     """
     damaged, device = None, next(iter(named.values())).device
     for step, folder in reversed(checkpoints(out_dir).items()):
@@ -85,8 +73,8 @@ def restore(out_dir, named, optimizer, facts):
                 raise ValueError(f'it holds step {content["step"]}, not {step}')
             for key, value in facts.items():
                 if content[key] != value:
-                    raise TrainingError(f'{path} has different {FACTS.get(key, key)}: '
-                                        f'{content[key]}, not {value}; --overwrite starts over')
+                    raise TrainingError(f'{path} is of different {key}: {content[key]}, not '
+                                        f'{value}; --overwrite starts over')
             unread, random = dict(state_tensors(named, optimizer)), {}
             for name, digest in content['files'].items():
                 path = folder / name

@@ -1,13 +1,11 @@
 """The table of rooms: what the core opens by name, when a setting or a file asks for it.
 
-The core imports nothing else of the other folders, and nothing of them is loaded before. A room of
-your own is a row here.
+The core imports nothing else of the other folders. A room of your own is a row here.
 """
 
 import importlib
 
-# {name of a task whose answers are written, or whose questions have another form: module with its
-# class as TASK}
+# {name of a task with written answers or other questions: module with its class as TASK}
 TASKS = {
     **dict.fromkeys(('triviaqa', 'nq_open', 'popqa', 'gsm8k', 'gsm8k_short', 'math500', 'humaneval',
                      'qa', 'triviaqa_train', 'nq_open_train', 'gsm8k_train'),
@@ -31,24 +29,17 @@ ROOMS = TASKS | {
     **dict.fromkeys(('t5', 'mt5'), 'families.t5'),
     # what measures samples once they are there
     'measures': 'results.evaluation', 'report': 'results.report',
-    # several processes; beside and after training: checkpoints, the base model as a teacher,
-    # training on the answers of questions; reports, the model card
-    'connect': 'runtime.connect',
+    # beside and after training
     'resume state': 'runtime.resume_state', 'base smoothing': 'runtime.base_smoothing',
     'questions': 'data.question_answers', 'texts': 'data.texts',
     'reports': 'results.training_report', 'card': 'bridges.card',
-    # files of tokenizers, JSON lists, texts and tables, weights of older checkpoints
+    # files of tokenizers, JSON lists, texts and tables
     'byte pairs': 'data.byte_pairs', 'sentence pieces': 'data.sentence_pieces',
-    'other readers': 'runtime.other_readers', 'pickled weights': 'runtime.pickled',
-    # --help, and services that get the record of each step
-    'usage': 'runtime.usage', 'trackers': 'runtime.trackers',
-    # --overwrite, and the cause of a loss that is not finite
-    'overwrite': 'runtime.overwrite', 'nonfinite': 'runtime.nonfinite',
+    'other readers': 'runtime.other_readers',
     # models and datasets of the Hugging Face hub, adapters in PEFT's format, files for other tools
     'hub': 'bridges.hub', 'adapter': 'bridges.adapter', 'export': 'bridges.export',
 }
 
 
 def load(name):
-    """Return the module of the room `name`."""
     return importlib.import_module(ROOMS[name])

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import json
+import math
 import shutil
 from pathlib import Path
 
@@ -10,9 +11,10 @@ import torch
 from torch import Tensor
 
 from model import CausalLM, LoRALinear
-from runtime import ownership
-from runtime.checkpoint import SIDE_FILES
+from runtime import ownership, resume, rooms
+from runtime.checkpoint import SIDE_FILES, build
 from runtime.config_json import config_to_hf
+from runtime.errors import ConfigError, TrainingError
 from runtime.parallel import rank
 from runtime.weights import LowRank, merged, names_on_disk
 
@@ -35,7 +37,7 @@ def save(model: CausalLM, folder: str | Path, dtype: torch.dtype,
     more, owner:     {name: text or JSON} that replaces side files; the folder whose list has them
     Raises CheckpointError, ConfigError (as `ownership.claim`) or OSError.
     """
-    files = model_files(model, folder, dtype, side_files, full, more)
+    files = saved_files(model, folder, dtype, side_files, full, more)
     write_files(folder, files, owner)
     config = files['config.json']
     if rank() == 0 and 'nanocal' in config:
@@ -44,7 +46,7 @@ def save(model: CausalLM, folder: str | Path, dtype: torch.dtype,
     return list(files)
 
 
-def model_files(model, folder, dtype, side_files, full, more):
+def saved_files(model, folder, dtype, side_files, full, more):
     """Return {name: content as in `write_files`} of a model's files, config.json last."""
     from huggingface_hub import split_torch_state_dict_into_shards
     ours = {theirs: key for theirs, key in names_on_disk(model).items()
@@ -103,8 +105,7 @@ def write_files(folder, files, owner):
 
 def write_tensors(path: Path, tensors: dict[str, Tensor]):
     """Write a safetensors file of CPU tensors."""
-    # safetensors' own function lets no other user read the file, and leaves a temporary one behind
-    # if it is killed
+    # safetensors' own function lets no other user read the file, and leaves others if killed
     header, end = {'__metadata__': {'format': 'pt'}}, 0
     # readers want aligned tensors: large items first
     ordered = sorted(tensors.items(), key=lambda item: -item[1].element_size())
@@ -117,3 +118,36 @@ def write_tensors(path: Path, tensors: dict[str, Tensor]):
         file.write(len(text).to_bytes(8, 'little') + text)
         for _, tensor in ordered:
             file.write(tensor.reshape(-1).view(torch.uint8).numpy())
+
+
+# ---- The folder of a train.Run -------------------------------------------------------------------
+
+def model_files(run):
+    """Return the names in out_dir of the trained model's files."""
+    cfg = run.cfg
+    names = [*saved_files(build(run.config), cfg.out_dir, getattr(torch, cfg.save_dtype), run.base,
+                          None, run.files)]
+    if cfg.lora:
+        names += [f'adapter/{name}' for name in rooms.load('adapter').FILES]
+    return names
+
+
+def run_files(run):
+    """Return the names in out_dir of what a run writes besides checkpoints and reports."""
+    names = model_files(run)
+    epochs = range(1, math.ceil(run.cfg.epochs)) if run.cfg.checkpoint_epochs else ()
+    return ['train_config.py', 'log.jsonl', 'loss.png', *names,
+            *(f'epoch-{epoch}/{name}' for epoch in epochs for name in names)]
+
+
+def save_weights(run, optimizer, below='.'):
+    """Write the weights into out_dir/`below`, with LoRA merged, and the adapters in adapter/."""
+    cfg, model = run.cfg, run.model
+    folder, common = Path(cfg.out_dir, below), {'full': optimizer.master, 'owner': cfg.out_dir}
+    try:
+        if cfg.lora and not model.config.reward:    # a score head is no adapter
+            rooms.load('adapter').save_adapter(model, folder / 'adapter', cfg.model, **common)
+        save(model, folder, getattr(torch, cfg.save_dtype), run.base, more=run.files, **common)
+    except (OSError, ConfigError) as error:
+        raise TrainingError(f'saving the weights to {folder} failed: {error}; '
+                            f'{resume.advice(cfg.out_dir)}') from error

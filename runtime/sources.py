@@ -15,8 +15,7 @@ def is_hub_name(name: str) -> bool:
 
 
 def full_path(name: str) -> str:
-    """Return the full path of a file or folder whose name could be a hub name, others as they are.
-    """
+    """Return the full path of a file or folder that could be a hub name, others as they are."""
     return os.path.abspath(name) if is_hub_name(name) and os.path.exists(name) else name
 
 
@@ -28,10 +27,9 @@ def fetch(source, patterns, revision=None):
     """Return the files of a dataset, a sorted list of paths; raises DataError.
 
     source:   a file, a folder, or the name of a hub dataset
-    patterns: globs; the first one with a match is used. In a folder, files of another format that
-              later ones match are named in a note; from the hub they are not downloaded. With
-              '*.zip' among them, archives on the hub are downloaded and unpacked first
-    revision: the hub commit, tag or branch to read; pin it, because datasets change
+    patterns: globs; the first one with a match is used, and files of another format that later
+              ones match are named in a note. '*.zip': unpack archives on the hub first
+    revision: the hub commit, tag or branch to read
     """
     path = Path(os.path.expanduser(source))
     if revision and path.exists():
@@ -80,9 +78,8 @@ HELD_OUT = re.compile(r'(test|dev(elopment)?|eval(uation)?|val(id(ation)?)?)'
 
 
 def is_held_out(name):
-    """Return whether a file or split is named as one that is held out, such as test_sft.
-
-    Of several words, as in test_train.jsonl, the last one decides.
+    """Return whether a file or split is named as one that is held out, such as test_sft; of several
+    words, as in test_train.jsonl, the last one decides.
     """
     spaced = re.sub('([a-z])([A-Z])', r'\1 \2', name).lower()
     words = re.findall('[a-z]+', re.sub('(held|hold)[-_. ]out', r'\1out', spaced))

@@ -1,5 +1,6 @@
 """Files of tensors: safetensors, torch's pickles, indices of shards, and the names in them."""
 
+import pickle
 import re
 from pathlib import Path
 from typing import NamedTuple
@@ -10,7 +11,6 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from model import ModelConfig
-from runtime import rooms
 from runtime.config_keys import SEQ2SEQ
 from runtime.errors import CheckpointError
 from runtime.json_rules import read_json_object
@@ -69,10 +69,7 @@ def shapes_on_disk(model) -> dict[str, list[int]]:
 
 
 def weight_files(folder: Path) -> dict[Path, set | None]:
-    """Return {file of a model's weights: names of its tensors, of shards by their index, or None}.
-
-    They are safetensors, or pickles from which no code is run. Raises CheckpointError.
-    """
+    """Return {file of a model's weights: names of its tensors by the index of shards, or None}."""
     for single in (folder / 'model.safetensors', folder / 'pytorch_model.bin'):
         index = single.with_name(f'{single.name}.index.json')
         if index.exists():
@@ -107,13 +104,47 @@ def read_weights(folder: Path):
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
     """Return the tensors of a file, mapped: read when they are used. Raises CheckpointError."""
-    if path.suffix == '.bin':
-        return rooms.load('pickled weights').read_pickle(path)
     try:
-        return load_file(path)
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(f'{path} cannot be read, is truncated, out of date or not a '
-                              f'safetensors file ({error}); download it again') from error
+        if path.suffix != '.bin':
+            return load_file(path)
+        tensors = torch.load(path, 'cpu', mmap=True, weights_only=True)
+        for key, x in tensors.items():
+            if not isinstance(key, str) or x.layout is not torch.strided or (
+                    x.is_meta or x.is_nested or x.is_quantized or x.is_complex()):
+                raise ValueError(f'{key!r} is not the name of a dense tensor of real numbers')
+        return tensors
+    except (SafetensorError, RuntimeError, OSError, EOFError, ValueError, TypeError, AttributeError,
+            pickle.UnpicklingError) as error:
+        # torch says at length how to run the code in a pickle
+        reason = 'UnpicklingError' if isinstance(error, pickle.UnpicklingError) else error
+        raise CheckpointError(
+            f'{path} cannot be read, is truncated, out of date or not a file of weights '
+            f'({reason!s:.300}); download it again, or convert weights of torch before 1.6 to '
+            f'safetensors') from error
+
+
+def nonfinite_tensor(folder: str | Path) -> str | None:
+    """Return the name of the first tensor of a model folder with NaN or infinity in it, or None."""
+    for _, key, tensor in read_weights(Path(folder)):
+        # the fill value of Pythia's masks, -1e9, is minus infinity in float16
+        if (tensor.is_floating_point() and not tensor.isfinite().all()
+                and not BUFFERS.fullmatch(key)):
+            return key
+    return None
+
+
+def bad_logits(where: str, folder: str | Path, dtype: str, what: str = 'logits') -> str:
+    """Return the message for NaN or infinite logits: which tensor is damaged, if one is."""
+    if name := nonfinite_tensor(folder):
+        cause = f'{name} in {folder} holds NaN or infinity: download or train the model again'
+    elif dtype == 'float32':
+        cause = (f'the weights in {folder} are finite, but activations overflow even in float32: '
+                 f'check config.json, or train the model again with a lower lr')
+    else:
+        cause = (f'the weights in {folder} are finite; activations probably overflow in {dtype}: '
+                 f'compute in float32 (align.py, evaluate.py --dtype=float32; '
+                 f'sample.py --device=cpu)')
+    return f'{where}: the model gives NaN or infinite {what}; {cause}'
 
 
 # ---- Adapters: changes of low rank ---------------------------------------------------------------

@@ -13,11 +13,9 @@ v is on the scale, and M, V and step are the `ranges` of the 32:
     v = float of the bits (bits(V) - (255 - k) step)    k = 0 .. 255
 
 So a moment far below others is off by a small part of itself, and v, in the denominator, never
-becomes 0. A step changes v by a thousandth, less than half of the distance to the next k, so that
-v would stay where it is if it were rounded to the nearest.
+becomes 0. Rounded to the nearest, v would stay where it is: a step changes it by a thousandth.
 
-Source: Gonzalez Ortiz et al. 2026, FlashOptim (arXiv 2602.23349), which has other scales and rounds
-to the nearest.
+Source: Gonzalez Ortiz et al. 2026, FlashOptim (arXiv 2602.23349), with other scales and rounding.
 """
 
 from typing import Any
@@ -33,8 +31,7 @@ WIDEST = 24 << 23       # of bits(V) - bits(v): 24 powers of two; a smaller v co
 
 
 class CompactAdamW(optim.AdamW):
-    """AdamW with this state where it is possible; gradients of several passes are bfloat16 there.
-    """
+    """AdamW with this state where possible; there gradients of passes are summed in bfloat16."""
 
     def new_state(self, p: Any, kind: str) -> dict[str, Tensor]:
         if p.dtype != torch.bfloat16 or p.ndim != 2 or p.shape[1] % GROUP:
@@ -87,8 +84,7 @@ def _encode(m, v, noise):
     """Return the codes of moments [rows, GROUP], rounded at random to a neighbor, and the ranges.
 
     The neighbor above is the more probable the nearer, so that the mean is the moment itself. The
-    arithmetic takes longer than reading and writing: integers have no NaN to care for, and rsqrt
-    is an instruction where a root is twenty.
+    arithmetic takes longer than reading and writing, so it is of integers and rsqrt.
     """
     top_m, top_v = (_ceil(_bits(x).amax(1, keepdim=True)) for x in (m.abs(), v))
     v = _float(torch.maximum(_bits(v), top_v - WIDEST))

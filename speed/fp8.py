@@ -11,22 +11,18 @@ A tensor has one scale, so that its largest number becomes the largest of the ty
     s = max|x| / max(type)      x8 = round(x / s)       y = s_x s_w (x8 w8')
 
 The sum is float32 and is rounded to bfloat16 once. e4m3 moves a number by at most 1/16 of its
-value, 2.6 % in the root mean square, and e5m2 by twice that; those below 2^-15 of the largest
-(e5m2: 2^-30) lose more. Of random factors the product has the relative error of both together: y
-3.7 %, dx and dw 5.8 %.
-
-The tensor cores alone sum with about 14 bits, which is 10 % faster and adds nothing to these errors
-for y and dx. dw is a sum over tokens, whose terms can have one sign. Then such a sum loses 4 % at
-8,192 tokens and 17 % at 32,768 (`exact`: 0.4 and 0.3 %), so dw is summed in float32 beside them.
+value, e5m2 by twice that; those below 2^-15 of the largest (e5m2: 2^-30) lose more. Of random
+factors y has a relative error of 3.7 %, dx and dw of 5.8 %. The tensor cores alone sum with about
+14 bits, which is 10 % faster, but a dw whose terms have one sign loses 4 % at 8,192 tokens and 17 %
+at 32,768 so; with `exact`, summed in float32 beside them, 0.4 and 0.3 %.
 
 The tensor cores want both factors contiguous along the axis of the sum, so the backward pass needs
 w8, dy8 and x8 transposed. Layers with the same input have one product, of their weights side by
 side: x is cast once, and dx needs no sum of several products.
 
 Norms, attention, the residual stream, the embedding, the output layer, LoRA's adapters and whatever
-needs no gradients stay as they are: a report is of the bfloat16 weights. The casts are plain torch,
-so that torch.compile fuses them with what is before them; uncompiled they take longer than the
-products save. So they do in narrow models, which therefore stay in bfloat16.
+needs no gradients stay as they are. The casts are plain torch, so that torch.compile fuses them
+with what is before them; uncompiled they take longer than the products save, as in narrow models.
 
 Source of formats and scales: Micikevicius et al. 2022, FP8 formats for deep learning.
 """

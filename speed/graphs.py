@@ -3,10 +3,8 @@
 A forward and backward pass of the blocks of Gemma 3 270M launches 1,300 kernels, which takes the
 CPU longer than computing them takes the GPU. A CUDA graph is a recording of these launches, with
 the addresses of all memory, made once for each shape of the inputs. What Python computes in a block
-is fixed with it: a number that changes during training must be a tensor.
-
-Larger models are not recorded, since their kernels take longer than the launches. Nor are long
-passes, which need more than a third of the memory for activations: see runtime/build.py.
+is fixed with it: a number that changes during training must be a tensor. Larger models and long
+passes are not recorded: see runtime/build.py.
 """
 
 import torch

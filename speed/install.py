@@ -1,15 +1,14 @@
 """Put faster versions in the place of functions of model.py: one call, made on a GPU.
 
-    from speed.install import install
-    install()
-
 From then on model.py computes norms, rotary positions and gated products without gradients by
 Triton kernels, products with the same input at once, and attention by the masks of speed/masks.py;
-fused_ce.py asks whether its kernels still compute what its plain function does.
-A function that was edited or replaced stays, and a note names it: see runtime/fast.py.
+fused_ce.py asks whether its kernels still compute what its plain function does. A function that was
+edited or replaced stays, and a note names it: see runtime/fast.py.
 """
 
 import functools
+
+from torch import Tensor
 
 import fused_ce
 import model
@@ -21,12 +20,13 @@ def by_kernel(version: FastVersion, plain):
     """Return a function that computes `plain`, without gradients by the kernel of `version`."""
     @functools.wraps(plain)
     def compute(*arguments):
-        return kernels.compute(plain, version, *arguments)
+        by_kernel = (kernels.KERNELS and any(isinstance(x, Tensor) and kernels.kernels_apply(x)
+                                             for x in arguments) and version.stands_for(plain))
+        return (version.kernel if by_kernel else plain)(*arguments)
     return compute
 
 
-# {name in model.py: FastVersion}; each kernel is used if the digests of its version are those of
-# the function that is there
+# {name in model.py: FastVersion}
 KERNELS = {'norm': kernels.NORM, 'rotate': kernels.ROTATE, 'gate': kernels.GATE}
 WHOLE = {'products': FastVersion(kernels.products, {'model.products': '5d4b9558'}),
          'float32_linear': FastVersion(kernels.float32_linear, {

@@ -2,15 +2,14 @@
 
 | kernel                                  | on CUDA, computes                                      |
 |-----------------------------------------|--------------------------------------------------------|
-| norm_kernel, rotate_kernel, gate_kernel | norm, rotate and gate of model.py, through `compute`   |
+| norm_kernel, rotate_kernel, gate_kernel | norm, rotate and gate of model.py                      |
 | gemv_kernel                             | matrix-vector product, in `products` for one token     |
 | tree_kernel                             | `attend` of attention.py's TreeMask                    |
 | decode_kernel                           | `attend` of decoding/cache.py's DecodeMask             |
 
 Arithmetic is float32 and is rounded once, at the end; plain torch also rounds products of bfloat16
 in between. Triton compiles a kernel again where an integer becomes 1 or a multiple of 16; numbers
-that differ between texts are in do_not_specialize. Each kernel names the plain functions that it
-stands for (see runtime/fast.py), and is used only while these are what they were.
+that differ between texts are in do_not_specialize.
 """
 
 import itertools
@@ -47,13 +46,6 @@ def kernels_apply(x: Tensor) -> bool:
             and x.dtype == torch.bfloat16)
 
 
-def compute(plain: Callable, version: FastVersion, *arguments) -> Tensor:
-    """Return plain(*arguments), by the kernel of its fast version if there are no gradients."""
-    by_kernel = (KERNELS and any(isinstance(x, Tensor) and kernels_apply(x) for x in arguments)
-                 and version.stands_for(plain))
-    return (version.kernel if by_kernel else plain)(*arguments)
-
-
 def float32_linear(x: Tensor, weight: Tensor) -> Tensor:
     """Return x @ weight.T in float32, without a float32 copy of the weight where none is needed."""
     if x.is_cuda and x.dtype == torch.bfloat16 and not torch.is_grad_enabled():
@@ -84,9 +76,8 @@ def is_plain(x: Tensor | None) -> bool:
 def products(x: Tensor, *layers: nn.Module) -> list[Tensor]:
     """Return [layer(x), ...]; without gradients, by one product if `adjoin` has joined the weights.
 
-    In training, layers with an attribute `eight_bit` are computed by it: see speed/fp8.py.
-
-    Layers with hooks, or with a `forward` other than that of nn.Linear, are called one by one.
+    In training, layers with an attribute `eight_bit` are computed by it: see speed/fp8.py. Layers
+    with hooks, or with a `forward` other than that of nn.Linear, are called one by one.
     """
     eight_bit: list[Any] = [getattr(layer, 'eight_bit', None) for layer in layers]
     hooks = any(layer._forward_hooks or layer._forward_pre_hooks for layer in layers)
@@ -140,10 +131,7 @@ def adjoin(model: nn.Module, **on):
 
 
 def with_own_storage(module: nn.Module, state: dict, prefix: str, _: dict):
-    """Give each tensor of a state_dict a storage that holds nothing else, without a copy.
-
-    safetensors' save_model refuses tensors that are only a part of their storage.
-    """
+    """Give each tensor of a state_dict a storage of its own, without a copy, for safetensors."""
     for key, x in state.items():
         if key.startswith(prefix) and type(x) is Tensor and is_plain(x) and not x.is_meta and (
                 x.nbytes < x.untyped_storage().nbytes()):

@@ -66,9 +66,8 @@ def fastest(x: Tensor, head_dim: int, compiled: bool = False) -> str:
 
 
 def visible_blocks(positions: Tensor, ends: Tensor, window: int | None, M: int, N: int):
-    """Return `seen` and `full`, bool [B, blocks of M queries, blocks of N keys].
-
-    No query of the block sees a key where `seen` is false; each sees all keys where `full` is true.
+    """Return `seen` and `full`, bool [B, blocks of M queries, blocks of N keys]: does some query of
+    the block see a key, and do all queries see all keys?
     """
     B, T = ends.shape
 
@@ -110,8 +109,7 @@ class FlexMask:
             return sees(i, j, positions[b, i], positions[b, j], ends[b, j], window)
         seen, full = (blocks[:, None] for blocks in
                       visible_blocks(positions, ends, window, 128, 128))
-        # create_block_mask takes 7 to 20 s to compile (T = 4,096); uncompiled it stores T x T
-        # numbers
+        # create_block_mask compiles 7 to 20 s (T = 4,096); uncompiled it stores T x T numbers
         self.block_mask = BlockMask.from_kv_blocks(
             *in_order(seen & ~full), *in_order(full), mask_mod=visible,
             seq_lengths=(ends.shape[1],) * 2)

@@ -112,7 +112,7 @@ def test_bin_files_and_base_models_from_another_folder(simple, monkeypatch):
     ({'bias': 'all'}, "bias = 'all' is not supported; it must be .none."),
     ({'alpha_pattern': {'q_proj': '16'}}, 'alpha_pattern.q_proj = .* it must be a number from -1'),
     ({'base_model_name_or_path': '/'}, 'the base model: / has no config.json'),
-    ({'base_model_name_or_path': ''}, 'the base model: the name of the model is empty')])
+    ({'base_model_name_or_path': ''}, "the base model: '' is no model: neither a folder")])
 def test_settings_that_merged_weights_do_not_have_are_refused_by_name(simple, change, message):
     edit_config(simple / 'peft', SETTINGS, **change)
     with pytest.raises(CheckpointError, match=f'{SETTINGS}: .*{message}'):

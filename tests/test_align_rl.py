@@ -484,7 +484,7 @@ def test_a_run_with_other_end_tokens_is_not_resumed(base, tmp_path, monkeypatch)
     with pytest.raises(ZeroDivisionError):
         align.align(cfg)
     (tmp_path / 'base' / 'generation_config.json').write_text('{"eos_token_id": [2, 9]}')
-    with pytest.raises(TrainingError, match='has different training data or end tokens'):
+    with pytest.raises(TrainingError, match='is of different data'):
         align.align(replace(cfg, resume=True))
 
 

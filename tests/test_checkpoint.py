@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 import model as models
 from bridges import adapter
-from runtime import checkpoint, config_keys, device, nonfinite, saving, versions
+from runtime import checkpoint, config_keys, device, saving, weights
 from runtime.errors import CheckpointError, ConfigError
 
 
@@ -63,7 +63,7 @@ def test_of_a_shard_only_what_the_index_lists_is_read(folder, monkeypatch):
     old = {key: torch.full_like(x, torch.nan) for key, x in load_file(shards[0]).items()}
     save_file(load_file(shards[-1]) | old | {'unlisted': DENSE}, shards[-1])
     assert all(map(torch.equal, model.parameters(), checkpoint.load(folder).parameters()))
-    assert nonfinite.nonfinite_tensor(folder) is None
+    assert weights.nonfinite_tensor(folder) is None
 
 
 @pytest.fixture
@@ -82,7 +82,7 @@ KEY = 'model.layers.1.mlp.up_proj.weight'
     (lambda f: rewrite(f, lambda t: t.update({KEY: torch.ones(2, 3)})),
      f'tensor {KEY} has shape [2, 3], config.json wants [80, 48]'),
     (lambda f: os.truncate(f / 'model.safetensors', 5000),
-     'is truncated, out of date or not a safetensors file'),
+     'is truncated, out of date or not a file of weights'),
     (lambda f: (f / 'config.json').unlink(), 'is not a model folder: it has no config.json'),
     (lambda f: edit_config(f, attention_bias=True),
      'tensor model.layers.0.self_attn.k_proj.bias (and 11 more) is missing'),
@@ -199,7 +199,7 @@ def test_old_buffers_of_neox_are_ignored(tmp_path):
         f'{at}.masked_bias': torch.tensor(-1e9).half(),
         f'{at}.rotary_emb.inv_freq': torch.ones(2)}))
     assert checkpoint.load(tmp_path).state_dict().keys() == plain.keys()
-    assert nonfinite.nonfinite_tensor(tmp_path) is None and checkpoint.fingerprint(tmp_path)
+    assert weights.nonfinite_tensor(tmp_path) is None and checkpoint.fingerprint(tmp_path)
     assert same_logits(tmp_path)
     rewrite(tmp_path, lambda t: t.update({f'{at}.old.bias': torch.ones(1)}))
     with pytest.raises(CheckpointError, match=f'tensor {at}.old.bias is unknown'):
@@ -282,23 +282,23 @@ def test_tied_embeddings_beside_an_output_matrix(tmp_path):
 
 
 def test_a_device_is_named_as_it_was_chosen(monkeypatch):
-    assert versions.versions('cpu')['device'] == platform.processor()
+    assert device.versions('cpu')['device'] == platform.processor()
     monkeypatch.setattr(torch.cuda, 'is_available', lambda: True)
     monkeypatch.setattr(torch.cuda, 'device_count', lambda: 2)
     monkeypatch.setattr(torch.cuda, 'set_device', lambda device: None)
     monkeypatch.setattr(torch.cuda, 'get_device_name', lambda device: f'GPU {device}')
-    assert versions.versions('cuda:1')['device'] == 'GPU cuda:1'
+    assert device.versions('cuda:1')['device'] == 'GPU cuda:1'
     assert device.pick_device('auto') == device.pick_device('cuda') == 'cuda'
     with pytest.raises(ConfigError, match="'cuda:2', but .* CUDA devices 0 to 1"):
         device.pick_device('cuda:2')
 
 
 def test_the_first_nonfinite_tensor_is_named(folder):
-    assert nonfinite.nonfinite_tensor(folder) is None
+    assert weights.nonfinite_tensor(folder) is None
     for dtype, cause in (('float32', 'overflow even in float32'), ('bfloat16', 'in bfloat16')):
-        assert cause in nonfinite.bad_logits('step 1', folder, dtype)
+        assert cause in weights.bad_logits('step 1', folder, dtype)
     rewrite(folder, lambda t: t[KEY][3].fill_(float('inf')))
-    assert f'{KEY} in {folder} holds NaN' in nonfinite.bad_logits('', folder, 'float32')
+    assert f'{KEY} in {folder} holds NaN' in weights.bad_logits('', folder, 'float32')
 
 
 def test_every_byte_of_the_weights_decides_whether_a_model_is_the_same(tmp_path):
@@ -326,8 +326,8 @@ def test_every_byte_of_the_weights_decides_whether_a_model_is_the_same(tmp_path)
 def test_a_model_is_found_by_its_path_and_in_the_hub_cache(folder, tmp_path, monkeypatch):
     monkeypatch.setenv('HOME', str(folder.parent))
     assert checkpoint.fetch('~/model') == folder
-    for *name, message in (('~/nothing', 'no model folder at .~/nothing'),
-                           ('~/model/config.json', 'config.json is a file; a model is the'),
+    for *name, message in (('~/nothing', '.~/nothing. is no model: neither a folder'),
+                           ('~/model/config.json', 'config.json. is no model: neither a folder'),
                            ('~/model', 'step9', "revision = 'step9' is that of a hub"),
                            ('google/gemma-2-2b', 'downloading the model google/gemma-2-2b')):
         with pytest.raises(CheckpointError, match=message):
@@ -406,9 +406,9 @@ def test_pickled_weights_are_read(tmp_path):
     loaded = named(checkpoint.load(pickled, dtype=torch.float32))
     assert loaded.keys() == wanted.keys()
     assert all(torch.equal(loaded[key], tensor) for key, tensor in wanted.items())
-    assert nonfinite.nonfinite_tensor(pickled) is None
+    assert weights.nonfinite_tensor(pickled) is None
     os.truncate(pickled / 'pytorch_model-0.bin', 3000)
-    with pytest.raises(CheckpointError, match='truncated, not a file of weights'):
+    with pytest.raises(CheckpointError, match='truncated, out of date or not a file'):
         checkpoint.load(pickled)
 
 
@@ -421,7 +421,7 @@ class Attack:
 
 
 @pytest.mark.parametrize('content, message', [
-    ({'model': {'x': DENSE}}, 'truncated, not a file of weights'),
+    ({'model': {'x': DENSE}}, 'not a file of weights'),
     ({'model.norm.weight': Attack()}, 'not a file of weights'),
     *(({'x': DENSE, key: tensor}, f'{key!r} is not the name of a dense tensor') for key, tensor in (
         (0, DENSE), ('a', DENSE.to_sparse())))])
@@ -430,7 +430,7 @@ def test_a_pickle_of_other_things_is_refused_and_runs_no_code(content, message, 
     (folder / 'model.safetensors').unlink()
     torch.save(content, folder / 'pytorch_model.bin')
     monkeypatch.chdir(folder)
-    for read in (checkpoint.load, nonfinite.nonfinite_tensor):
-        with pytest.raises(CheckpointError, match=f'pytorch_model.bin: .*{message}'):
+    for read in (checkpoint.load, weights.nonfinite_tensor):
+        with pytest.raises(CheckpointError, match=f'pytorch_model.bin cannot be read, .*{message}'):
             read(folder)
     assert not Path('attacked').exists()

@@ -164,7 +164,6 @@ def run_script(folder, body, redirect='', **environment):
 
 
 SIGTERM = 'os.kill(os.getpid(), signal.SIGTERM)'
-NOTED = "error = KeyboardInterrupt(); error.add_note('--resume continues'); raise error"
 FULL = b'error: No space left on device\n'
 MUCH = "for _ in range(10 ** 6): print('x' * 100)"
 
@@ -183,7 +182,7 @@ MUCH = "for _ in range(10 ** 6): print('x' * 100)"
      rb'error: tensor \\x1b\[2J\\x9b\\x07.weight\\r is missing' + b'\n'),
     (f'signal.signal(signal.SIGTERM, cli.stop); {SIGTERM}', {}, 143, b'',
      b'stopped by SIGTERM; the same command continues\n'),
-    (NOTED, {}, 130, b'', b'stopped; --resume continues\n'),
+    ('raise KeyboardInterrupt', {}, 130, b'', b'stopped; the same command continues\n'),
     ("raise Stopped(15, 'after step 7')", {}, 143,
      b'stopped by SIGTERM after step 7; the same command continues\n', b''),
     ("raise RuntimeError('a bug')", {}, 1, b'', b'(?s)Traceback.*RuntimeError: a bug\n'),

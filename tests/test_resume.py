@@ -23,8 +23,7 @@ import train
 from bridges import adapter
 from common import (edit_config, llama_config, log_of, refused, results_of, rewrite, same_weights,
                     tree)
-from runtime import (checkpoint, log, optim, overwrite, ownership, resume, resume_state, saving,
-                     trained)
+from runtime import checkpoint, log, optim, ownership, resume, resume_state, saving
 from runtime.errors import ConfigError, TrainingError
 from scripts import Script, await_steps, run_scripts, steps_done
 
@@ -75,7 +74,7 @@ def test_kills_and_a_signal_change_no_bit_of_the_final_files(settings_file, tmp_
     done = script.wait()
     assert done.returncode == 128 + signal.SIGINT and 'Traceback' not in done.stderr
     [step] = resume.checkpoints(out)
-    assert f'after step {step}; the same command continues' in done.stdout
+    assert f'after step {step}; --resume continues' in done.stdout
     assert step == steps_done(out)
     done = run_scripts(1, 'train.py', *arguments, '--save_every=7')
     assert done.returncode == 0 and f'resuming after step {step}' in done.stdout, done.stderr
@@ -127,7 +126,7 @@ class TinyRun:
         return self
 
     def save_weights(self):
-        trained.save_weights(self, self.optimizer)
+        saving.save_weights(self, self.optimizer)
 
     def restore(self):
         return resume_state.restore(self.out, self.named, self.optimizer, {'steps': 9})
@@ -204,13 +203,13 @@ def test_a_save_killed_at_any_moment_is_resumed(tmp_path, monkeypatch, save, lea
 # ---- Signals, and disks that fill up -------------------------------------------------------------
 
 @pytest.mark.slow
-@pytest.mark.parametrize('saving', [False, True])
-def test_a_signal_during_the_last_step_or_the_save(train_again, tmp_path, monkeypatch, saving):
-    steps, save = [], trained.save_weights
+@pytest.mark.parametrize('at_the_save', [False, True])
+def test_a_signal_during_the_last_step_or_the_save(train_again, tmp_path, monkeypatch, at_the_save):
+    steps, save = [], saving.save_weights
     before_each_step(monkeypatch, lambda: steps.append(1) or (
-        len(steps) == 2 and not saving and stop()) or None)
-    if saving:
-        monkeypatch.setattr(trained, 'save_weights', lambda *rest: stop() or save(*rest))
+        len(steps) == 2 and not at_the_save and stop()) or None)
+    if at_the_save:
+        monkeypatch.setattr(saving, 'save_weights', lambda *rest: stop() or save(*rest))
     with pytest.raises(train.Stopped, match='SIGTERM after the last step, before the report'):
         train_again('--max_steps=2', '--checkpoint_epochs=False')
     files = tree(tmp_path / 'out').keys()
@@ -263,12 +262,12 @@ def test_resume_refuses_other_settings_other_data_and_another_model(
     lines = data.read_text().splitlines(keepends=True)
     for path, change, message in (
             (data, lambda: data.write_text(''.join(lines[::-1])),
-             'different training data or end tokens: '),
+             'different data: '),
             (base / 'config.json', lambda: edit_config(base, rms_norm_eps=1e-3),
-             'different base model: '),
+             'different model: '),
             (base / 'model.safetensors', lambda: rewrite(
                 base, lambda t: t['model.layers.0.mlp.up_proj.weight'].mul_(1.01)),
-             'different base model: ')):
+             'different model: ')):
         before = path.read_bytes()
         change()
         with pytest.raises(TrainingError, match=message):
@@ -505,9 +504,9 @@ def test_a_folder_is_renamed_with_its_lock_to_the_first_free_name(tmp_path, monk
     link.symlink_to(real)
     (tmp_path / 'run.v2.1').write_text('mine')
     with ownership.lock(link):
-        overwrite.rename_old(link)      # whose files are gone: nothing to keep
+        ownership.rename_old(link)      # whose files are gone: nothing to keep
         (real / 'a').write_text('old')
-        overwrite.rename_old(link)
+        ownership.rename_old(link)
         assert (tmp_path / 'run.v2.2' / 'a').read_text() == 'old' and not [*tree(real)]
         for folder in (real, link):
             with pytest.raises(ConfigError, match='another process is writing there'):
@@ -515,10 +514,10 @@ def test_a_folder_is_renamed_with_its_lock_to_the_first_free_name(tmp_path, monk
         ownership.claim(link, 'a')
         (real / 'a').write_text('new')
         with ownership.lock(real / 'epoch-1'), refused(tmp_path, 'epoch-1: another process is'):
-            overwrite.rename_old(link)
+            ownership.rename_old(link)
         monkeypatch.chdir(real / 'epoch-1')
         with refused(tmp_path, 'this command reads .*/epoch-1;'):
-            overwrite.rename_old(link)
+            ownership.rename_old(link)
     with ownership.lock(real), ownership.lock(tmp_path / 'run.v2.2'):
         pass
 
@@ -526,7 +525,7 @@ def test_a_folder_is_renamed_with_its_lock_to_the_first_free_name(tmp_path, monk
 def test_renaming_that_is_killed_at_any_moment_loses_nothing(tmp_path):
     def replace_run(out):
         with ownership.lock(out):
-            overwrite.rename_old(out)
+            ownership.rename_old(out)
             ownership.claim(out, 'results.json')
             ownership.write_text(out / 'results.json', 'new')
 

@@ -25,7 +25,7 @@ import train
 from data import packing
 from data.tokenizer import load_tokenizer
 from data.eval_config import pick_template
-from runtime import checkpoint, connect, log, parallel, resume, trackers, trained
+from runtime import build, checkpoint, log, parallel, resume
 from runtime.config import load_config
 from runtime.device import pick_device
 from runtime.errors import ConfigError, DataError, TrainingError
@@ -200,7 +200,7 @@ def test_a_held_out_part_shares_no_group_with_training():
     held_out, rest = packing.split_groups(np.repeat(np.arange(10), 4), 10, 0)
     assert (len(held_out), len(rest)) == (8, 32)
     cfg = train.TrainConfig(data='d', val_size=3, batch_size=1)
-    with pytest.raises(DataError, match='= 3 holds out nothing, .* together, 4 or more; raise'):
+    with pytest.raises(DataError, match='= 3 holds out nothing: .* together, 4 or more; raise'):
         train.split_sequences(cfg, np.repeat(np.arange(10), 4))
 
 
@@ -283,8 +283,8 @@ def test_the_end_of_a_script_closes_the_writer_of_tensorboard(monkeypatch):
     writer, at_exit = mock.Mock(), []
     monkeypatch.setitem(sys.modules, 'torch.utils.tensorboard',
                         SimpleNamespace(SummaryWriter=lambda folder: writer))
-    monkeypatch.setattr(trackers.atexit, 'register', at_exit.append)
-    send = trackers.start_tracker(SimpleNamespace(tracker='tensorboard', out_dir='x'))
+    monkeypatch.setattr(log.atexit, 'register', at_exit.append)
+    send = log.start_tracker(SimpleNamespace(tracker='tensorboard', out_dir='x'))
     send({'step': 7, 'lr': 0.5})
     assert writer.add_scalar.call_args_list == [mock.call('step', 7, 7), mock.call('lr', 0.5, 7)]
     assert at_exit == [writer.close]
@@ -298,7 +298,7 @@ def test_the_end_of_a_script_closes_the_writer_of_tensorboard(monkeypatch):
 def test_settings_that_do_not_fit_the_model_are_refused(name, values, message, tmp_path):
     reference_model(name, tmp_path)
     with pytest.raises(ConfigError, match=message):
-        trained.model_config(tiny_config(**{'max_length': 8} | values), tmp_path)
+        build.model_config(tiny_config(**{'max_length': 8} | values), tmp_path)
 
 
 @pytest.mark.parametrize('name', ['gemma2', 'neox'])
@@ -341,7 +341,7 @@ def test_all_processes_connect_by_the_same_backend(n_gpus, wanted, monkeypatch):
         for name, value in (('TORCHELASTIC_RUN_ID', 'x'), ('LOCAL_RANK', rank),
                             ('LOCAL_WORLD_SIZE', '2'), ('RANK', rank), ('WORLD_SIZE', '2')):
             monkeypatch.setenv(name, value)
-        connect.join_processes()
+        parallel.join_processes()
     assert backends == [wanted] * 2 and devices == ([0, 1] if n_gpus == 2 else [])
     # without a number, the GPU is that of the process: the second one here
     monkeypatch.setattr(torch.cuda, 'is_available', lambda: n_gpus > 0)
@@ -364,10 +364,10 @@ def test_two_processes_train_the_same(small_world, settings_file, tmp_path):
             assert a[key] == pytest.approx(b[key], rel=1e-4), key
     # a checkpoint of two processes from which one resumes
     script = tmp_path / 'stop.py'
-    script.write_text('import sys, train\nfrom runtime import connect, resume_state\n'
+    script.write_text('import sys, train\nfrom runtime import parallel, resume_state\n'
                       'save = resume_state.save_checkpoint\n'
                       'def stop(*a): save(*a); sys.exit(9)\nresume_state.save_checkpoint = stop\n'
-                      'connect.join_processes(); train.main(sys.argv[1:])')
+                      'parallel.join_processes(); train.main(sys.argv[1:])')
     # also of bfloat16 weights with the bits that float32 has more
     half = '--dtype=bfloat16', '--save_dtype=float32', '--master_weights=compact'
     train.main(command('one_half', *half))

@@ -15,7 +15,7 @@ from decoding.answers import generate
 from decoding.sampling import Sampling
 from results import samples
 from runtime.errors import DataError
-from runtime.progress import progress_bar
+from runtime.parallel import progress_bar
 
 ANSWERS_AT_ONCE = 1024      # sequences decoded at once on a GPU, if their keys and values fit
 
