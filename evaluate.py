@@ -38,7 +38,7 @@ from data.tasks import TASKS, check_names, check_settings, kind_of, with_shots
 from data.tokenizer import begins_with_bos, load_model_tokenizer
 from results import samples
 from runtime import rooms
-from runtime.config import load_config, require_given, run_folder, run_settings
+from runtime.config import load_config, note_default, require_given, run_folder, run_settings
 from runtime.errors import ConfigError, DataError, escape_controls
 
 USAGE = f"""{__doc__}
@@ -305,6 +305,7 @@ def run(cfg):
         default = default / f'dropout-{cfg.dropout_seed}'
     out_dir = Path(os.path.expanduser(cfg.out_dir or default))
     checkpoint.check_weights(folder, config)
+    note_default(cfg, 'tasks', 'my_questions.jsonl')
     tasks = load_tasks(cfg)     # fail on a bad task before the model is loaded
     # a folder with samples may have nothing left to score
     new = cfg.overwrite or not (out_dir / 'samples.jsonl').exists()

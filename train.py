@@ -31,7 +31,7 @@ from typing import Any, Literal
 
 from data.eval_config import EvalConfig, check_report_config
 from data.templates import TEMPLATES
-from runtime.config import load_config, require_given, require_range
+from runtime.config import load_config, note_default, require_given, require_range
 from runtime.errors import ConfigError, DataError, Stopped
 
 # {name: share of the steps after warm-up that are done -> factor from 1, `lr`, to 0, `final_lr`}
@@ -502,6 +502,9 @@ def opened(cfg, stage=None):
     stage = stage or SFT
     device = pick_device(cfg.device)
     torch.manual_seed(cfg.seed)
+    if rank() == 0:
+        note_default(cfg, 'model', 'my/model')
+        note_default(cfg, 'data', 'my.jsonl')
     if cfg.dry_run:
         yield load_run(cfg, stage, device)
         return

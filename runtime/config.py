@@ -101,6 +101,14 @@ def require_given(config, **examples):
             raise ConfigError(f'no {key} given; for example --{key}={example}')
 
 
+def note_default(config, key, example):
+    """Say before a download that `key` has its default, a name on the hub."""
+    value = getattr(config, key)
+    if value == getattr(type(config)(), key):
+        names = value if isinstance(value, str) else ', '.join(value)
+        print(f'{key}: {names}, which is the default; --{key}={example} takes your own', flush=True)
+
+
 def dump_config(config):
     """Return the text of a config file from which `load_config` reads the same config."""
     return ''.join(f'{key} = {pprint.pformat(value, width=95, sort_dicts=False)}\n'

@@ -283,6 +283,12 @@ def test_defaults_are_named_and_other_settings_get_a_folder_of_their_own(foxes, 
         assert results['config']['shots'] == 0 and results['tasks']['foxes']['shots'] == 0
         assert ('other settings; these go to' in capsys.readouterr().out) == (place != folder)
 
+    def load_tasks(cfg):
+        raise DataError(capsys.readouterr().out)
+    monkeypatch.setattr(evaluate, 'load_tasks', load_tasks)
+    with pytest.raises(DataError, match='^tasks: mmlu, which is the default; --tasks=my_questions'):
+        evaluate.run(evaluate.EvalConfig(model=str(folder)))
+
 
 @pytest.mark.slow
 def test_files_of_others_are_kept_and_overwrite_renames_the_folder(foxes, tmp_path):
