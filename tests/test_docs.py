@@ -24,8 +24,8 @@ FOREIGN = {'my_figure.py', 'convert_hf_to_gguf.py', 'generation_config.json',
            'adapter_model.safetensors', 'DATA/alpaca.json', 'adaptive_temperature.py',
            'stated_real.py', 'research/bench/gradients.py', *(
                f'research/study/{name}.py' for name in (
-                   'alignment', 'base_smoothing', 'readings', 'selective', 'stated_confidence',
-                   'stated_real'))}
+                   'alignment', 'base_smoothing', 'readings', 'remedies', 'selective',
+                   'stated_confidence', 'stated_real'))}
 # options of other programs
 FOREIGN_KEYS = {'nproc_per_node', 'log_samples', 'output_path'}
 
