@@ -1,7 +1,7 @@
 """Attention over packed rows: masks, each with one method `attend`.
 
 The function `sees` says which tokens of a row a token sees, by `positions` and `ends`, int [B, T],
-which the top of model.py explains.
+which the top of model.py explains: a row holds separate documents, or trees of prompts.
 
     attend(q [B, H, T, hd], k [B, H_kv, T, hd], v [B, H_kv, T, hd], scale, softcap) -> [B, H, T, hd]
 

@@ -230,7 +230,8 @@ def fused_loss(hidden, weight, target, loss, *, softcap=None, ignore_index=-100,
     token_weight  float tensor of target's shape that multiplies each token's loss in the sum
     memory        bytes for a chunk's logits, in addition to inputs and gradients; a chunk has at
                   least 128 tokens. 0: 64 MiB; None: 1.1 GB on a GPU, 8 MiB elsewhere. Each chunk
-                  updates dW and rounds it: k chunks have sqrt((k + 1) / 2) times the error of one
+                  updates dW; in bfloat16 it rounds dW, so that k chunks have sqrt((k + 1) / 2)
+                  times the error of one (docs/losses.md has measurements)
     group         for a `joint` loss in reduction 'sum': int tensor of target's shape, on the CPU.
                   Neighboring tokens of equal group are computed in one chunk; if one group alone
                   needs more than `memory`, all logits are computed twice

@@ -345,8 +345,8 @@ class MLP(nn.Module):
 class Block(nn.Module):
     """Attention and MLP, each added to its input; `norm_order` says where the norms are.
 
-    The residual stream x is always float32: in Gemma 3 it grows to 100,000, where bfloat16 has
-    steps of 512.
+    Also in a bfloat16 model the residual stream x is float32, and only the norms round it: in Gemma
+    3 it grows to 100,000, where bfloat16 has steps of 512 (docs/training.md has measurements).
     """
 
     def __init__(self, config: ModelConfig):

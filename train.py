@@ -387,7 +387,10 @@ def token_loss(packed, cfg, base=None):
 
 
 def forward_backward(model, packed, cfg, device, objective=token_loss):
-    """Accumulate the gradients of a step, if enabled; return {'loss', 'nll'} on `device`."""
+    """Accumulate the gradients of a step, if enabled; return {'loss', 'nll'}, scalars on `device`.
+
+    Splitting a step into more micro-batches changes nothing but rounding.
+    """
     compute, total = objective(packed, cfg), 0
     for rows, inputs, targets in micro_batches(packed, cfg.micro_rows, device):
         loss, values = compute(model, rows, inputs, targets)
