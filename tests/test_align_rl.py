@@ -480,7 +480,7 @@ def test_a_prompt_that_is_twice_in_a_step_gets_other_answers(base, tmp_path):
 def test_a_run_with_other_end_tokens_is_not_resumed(base, tmp_path, monkeypatch):
     shutil.copytree(base, tmp_path / 'base')
     cfg = config(tmp_path / 'base', tmp_path, epochs=2, save_every=1, max_tokens=4)
-    monkeypatch.setattr(train.trained, 'save_weights', lambda *_: 1 / 0)
+    monkeypatch.setattr(train.saving, 'save_weights', lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         align.align(cfg)
     (tmp_path / 'base' / 'generation_config.json').write_text('{"eos_token_id": [2, 9]}')
