@@ -340,9 +340,8 @@ def results_of(folder):
 
 def log_of(folder):
     """The records of a run's log.jsonl, without the times."""
-    with open(folder / 'log.jsonl') as lines:
-        return [{k: v for k, v in json.loads(line).items() if not k.endswith('_s')}
-                for line in lines]
+    return [{k: v for k, v in json.loads(line).items() if not k.endswith('_s')}
+            for line in (folder / 'log.jsonl').read_text().splitlines()]
 
 
 def log_probs_after(reference, prompt, tokens):

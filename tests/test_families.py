@@ -156,8 +156,7 @@ FAMILIES = {
         'residual_multiplier': rng.choice([0.22, 1.5]),
         'attention_multiplier': rng.choice([0.05, 0.4]), 'logits_scaling': rng.choice([1.5, 8.0])},
     'OPT': opt,
-    'GPTNeoX': neox,
-}
+    'GPTNeoX': neox}
 
 
 def shaken(model):
@@ -238,10 +237,7 @@ def test_the_text_part_of_a_model_with_images(kind, text, tied, tmp_path):
 
 
 def test_the_nested_files_of_gemma_3_are_read(tmp_path):
-    """What google/gemma-3-4b-it has in its config.json: the text model's sizes are mostly left out.
-
-    transformers reads the same.
-    """
+    """As in google/gemma-3-4b-it's config.json, which leaves out most sizes of the text model."""
     import transformers
     raw = {'architectures': ['Gemma3ForConditionalGeneration'], 'model_type': 'gemma3',
            'boi_token_index': 255999, 'eoi_token_index': 256000, 'eos_token_id': [1, 106],

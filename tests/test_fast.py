@@ -217,28 +217,18 @@ def capped(plain, most=1000.0):
     return lambda *arguments: plain(*arguments).clamp(-most, most)
 
 
-def by_norm():
-    x = torch.ones(2, 3, 16)
-    return models.norm(x, 5000 * torch.ones(16), None, 'llama', 0.0)
+LARGE, ONES = 5000 * torch.ones(1, 2, 3, 16), torch.ones(1, 2, 3, 16)
 
 
-def by_rotate():
-    x = torch.full((1, 2, 3, 16), 5000.0)
-    return models.rotate(x, torch.ones(1, 1, 3, 8), torch.zeros(1, 1, 3, 8))
-
-
-def by_gate(activation=F.silu):
-    return models.gate(torch.full((3, 16), 5000.0), torch.ones(3, 16), activation)
-
-
-@pytest.mark.parametrize('name, compute', [
-    ('norm', by_norm), ('rotate', by_rotate), ('gate', by_gate)])
-def test_an_edit_for_large_values_alone_reaches_what_has_a_kernel(name, compute, monkeypatch,
+@pytest.mark.parametrize('name, inputs', [
+    ('norm', (ONES, LARGE[0, 0, 0], None, 'llama', 0.0)), ('gate', (LARGE, ONES, F.silu)),
+    ('rotate', (LARGE, ONES[:, :1, :, :8], 0 * ONES[:, :1, :, :8]))])
+def test_an_edit_for_large_values_alone_reaches_what_has_a_kernel(name, inputs, monkeypatch,
                                                                   capsys):
     monkeypatch.setattr(kernels, 'kernels_apply', lambda x: True)
     monkeypatch.setattr(models, name, capped(getattr(models, name)))
     install.install()
-    assert (compute() == 1000).all()
+    assert (getattr(models, name)(*inputs) == 1000).all()
     assert f'note: model.{name} was edited' in capsys.readouterr().out
 
 
@@ -247,13 +237,12 @@ def test_an_edit_of_an_activation_for_large_values_alone_reaches_the_gated_produ
         return F.gelu(x, approximate='tanh').clamp(max=1000)
     monkeypatch.setattr(kernels, 'kernels_apply', lambda x: True)
     install.install()
-    assert (by_gate(gelu_tanh) == 1000).all()
+    assert (models.gate(LARGE, ONES, gelu_tanh) == 1000).all()
 
 
 @pytest.mark.parametrize('owner, name, edited', [
     (DecodeMask, 'visible', lambda mask: torch.arange(mask.longest)[None] <= 100),
-    (attention, 'sees', within(101)),
-    (ExplicitMask, 'attend', capped(ExplicitMask.attend, 0.0))])
+    (attention, 'sees', within(101)), (ExplicitMask, 'attend', capped(ExplicitMask.attend, 0.0))])
 def test_an_edit_for_long_texts_alone_reaches_decoding(owner, name, edited, monkeypatch, capsys):
     monkeypatch.setattr(kernels, 'available', lambda x: True)
     like, one = torch.zeros(1), torch.tensor([0])

@@ -79,8 +79,7 @@ def test_the_probability_of_the_chosen_letter_is_the_confidence(tmp_path):
     samples = [chosen(1, 'B', 0.8), chosen(2, 'D', 0.6, 'I', shuffled), chosen(3, 'C', 0.5),
                graded(4, 'N', scorer='choice')]
     rows = [row for _, row in log_rows(write_log(tmp_path / 'a.eval', samples))]
-    assert [row['confidence'] for row in rows] == [
-        *map(pytest.approx, (0.8, 0.6, 0.5)), None]
+    assert [row['confidence'] for row in rows] == [*map(pytest.approx, (0.8, 0.6, 0.5)), None]
     done = run_metrics(tmp_path / 'a.eval')
     assert done.stdout.startswith('1 rows state no probability, the first: ')
     assert values(done)['brier_top_label'] == f'{(0.04 + 0.36 + 0.25) / 3:.4f}'

@@ -1,5 +1,4 @@
-"""compare/scaling.py: each scaling finds what was done to the scores, and
-refuses what is no score."""
+"""compare/scaling.py: each scaling finds what was done to the scores, and refuses no scores."""
 
 import math
 import os
@@ -110,8 +109,7 @@ def test_multicalibration_leaves_no_cell_off_and_mends_groups_that_others_hide()
             k, m = right[:n][rows].sum(), rows.sum()
             p = (k + 1) / (m + 2)
             assert abs(k - fitted[:n][rows].sum()) <= 3 * math.sqrt(m * p * (1 - p)) + 1e-9
-    before, after = (metrics.worst_group_ece(x[n:], right[n:], groups[n:, 0])
-                     for x in (c, fitted))
+    before, after = (metrics.worst_group_ece(x[n:], right[n:], groups[n:, 0]) for x in (c, fitted))
     assert before[0] > 0.08 and after[0] < 0.03 and before[1] in (0, 1)
     assert before[0] == max(metrics.ece(c[n:][rows], right[n:][rows])
                             for rows in (groups[n:, 0] == 0, groups[n:, 0] == 1))

@@ -433,5 +433,3 @@ def test_generation_stops_at_the_end_of_a_turn(tmp_path):
     assert found.max_new_tokens == 7
     in_transformers(gemma, 'tulu')
     assert not (gemma / 'generation_config.json').exists()
-
-
