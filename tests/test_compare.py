@@ -18,14 +18,10 @@ from test_report import TOKEN, tabulars
 MEASURES = '--metrics=accuracy,entropy_bits,ece,rmsce'      # by default, and those that you add
 
 
-@pytest.fixture
-def drawn():
-    """Pictures, which take most of the time of a comparison, are drawn where a test asks for it."""
-
-
 @pytest.fixture(autouse=True)
-def undrawn(request, monkeypatch):
-    for name in () if 'drawn' in request.fixturenames else ('draw_reliability', 'draw_curves'):
+def undrawn(monkeypatch):
+    """Pictures take most of the time of a comparison: they are drawn where a test undoes this."""
+    for name in ('draw_reliability', 'draw_curves'):
         monkeypatch.setattr(compare, name, lambda *_: False)
 
 
@@ -44,7 +40,8 @@ def two_runs(folder, **more):
 
 
 @pytest.mark.slow
-def test_runs_of_one_seed_are_compared_over_questions(tmp_path, capsys, drawn):
+def test_runs_of_one_seed_are_compared_over_questions(tmp_path, capsys, monkeypatch):
+    monkeypatch.undo()
     languages = 'de', 'en', 'sw'
     a, b = (write_run(tmp_path / name, languages=languages, n=90, settings=settings)
             for name, settings in (('a', {}), ('sharp', {'smoothing': 0.1})))

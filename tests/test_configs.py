@@ -243,15 +243,14 @@ def test_workers_end_by_sigterm_and_with_the_first_error():
         with forked_pool(2, lambda _: signal.getsignal(signal.SIGTERM)) as imap:
             assert [*imap(range(8))] == [signal.SIG_DFL] * 8
         assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
-        with pytest.raises(DataError, match='bad'):
-            with forked_pool(2, time.sleep) as imap:
-                next(imap([0, 60, 60]))
-                raise DataError('bad')      # which does not wait for the workers
-        with pytest.raises(DataError, match='bad'):     # nor for those that write large results
-            with forked_pool(4, lambda x: LARGE) as imap:
-                for number, _ in enumerate(imap(range(200))):
-                    if number == 20:
-                        raise DataError('bad')
+        with pytest.raises(DataError, match='bad'), forked_pool(2, time.sleep) as imap:
+            next(imap([0, 60, 60]))
+            raise DataError('bad')      # which does not wait for the workers
+        # nor for those that write large results
+        with pytest.raises(DataError, match='bad'), forked_pool(4, lambda x: LARGE) as imap:
+            for number, _ in enumerate(imap(range(200))):
+                if number == 20:
+                    raise DataError('bad')
     finally:
         signal.signal(signal.SIGTERM, before)
     assert not multiprocessing.active_children()

@@ -20,12 +20,11 @@ for path in FILES:
 MODULES['metrics'].append(HERE / 'catalog.py')      # whose names metrics.py hands on
 ENDINGS = 'py', 'md', 'toml', 'csv', 'png', 'json', 'jsonl', 'tex', 'txt', 'html', 'model'
 # files of other programs, of a reader, or of an older version
-FOREIGN = {'my_figure.py', 'convert_hf_to_gguf.py', 'generation_config.json',
-           'adapter_model.safetensors', 'DATA/alpaca.json', 'adaptive_temperature.py',
-           'stated_real.py', 'research/bench/gradients.py', *(
-               f'research/study/{name}.py' for name in (
-                   'alignment', 'base_smoothing', 'readings', 'selective', 'stated_confidence',
-                   'stated_real'))}
+FOREIGN = {
+    'my_figure.py', 'convert_hf_to_gguf.py', 'generation_config.json', 'adapter_model.safetensors',
+    'DATA/alpaca.json', 'adaptive_temperature.py', 'stated_real.py', 'research/bench/gradients.py',
+    *(f'research/study/{name}.py' for name in ('alignment', 'base_smoothing', 'readings',
+                                               'selective', 'stated_confidence', 'stated_real'))}
 # options of other programs
 FOREIGN_KEYS = {'nproc_per_node', 'log_samples', 'output_path'}
 

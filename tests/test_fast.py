@@ -131,8 +131,7 @@ def test_a_replaced_function_is_another_one_even_if_it_has_the_name_of_the_first
     exec('def plain(x, y=1): return x', namespace)      # as at the prompt: without source
     for other in (wrapped, lambda x, y: x, namespace['plain'], functools.partial(plain, y=2)):
         assert not version.stands_for(other) and version.stands_for(plain)
-        unknown = FastVersion(half, {'edited.plain': '', 'edited.half': ''})
-        assert not unknown.stands_for(other)
+        assert not FastVersion(half, {'edited.plain': '', 'edited.half': ''}).stands_for(other)
     for other in (lambda x: x, functools.wraps(half)(lambda x: half(x) + 1)):
         monkeypatch.setattr(module, 'half', other)      # also if it is no longer the first call
         assert not version.stands_for(plain)
@@ -153,9 +152,8 @@ trees = [fast.structure(tree) for path in sorted(pathlib.Path('.').glob('r[eu]*/
          for tree in fast.definitions(path.read_text(encoding='utf-8')).values()]
 print(len(trees), hashlib.blake2b('\\n'.join(trees).encode()).hexdigest())'''
     here = Path(sys.base_prefix)        # other versions may be beside it, as pyenv installs them
-    programs = {sys.executable, *map(str, here.parent.glob('3.1[1-9]*/bin/python3')),
-                *(f'/usr/bin/python3.{n}' for n in range(11, 20) if Path(
-                    f'/usr/bin/python3.{n}').exists())}
+    programs = {sys.executable, *map(str, here.parent.glob('3.1[1-9]*/bin/python3')), *(
+        f'/usr/bin/python3.{n}' for n in range(11, 20) if Path(f'/usr/bin/python3.{n}').exists())}
     if len(programs) == 1:
         pytest.skip('needs a second version of Python')
     assert len({subprocess.run([python, '-c', program], cwd=HERE, check=True, text=True,

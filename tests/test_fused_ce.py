@@ -336,7 +336,6 @@ REFERENCES = {      # the definition of each, of float64 logits [n, V] and label
                       + 0.2 * (z.gather(-1, y[:, None])[:, 0] - z.mean(-1))
                       + 0.001 * z.logsumexp(-1) ** 2 + 0.3 * (z.max(-1).values - z.mean(-1)))}
 
-
 # every loss with one of the softcaps, which are within the kernels' bound and beyond it
 LOSS_CASES = [*zip(REFERENCES, itertools.cycle((None, 5.0, 60.0)))]
 GOLDEN = json.loads((Path(__file__).parent / 'golden_losses.json').read_text())

@@ -15,8 +15,6 @@ from bridges.inspect_files import log_rows
 from compare import compare
 from runtime.errors import ConfigError, DataError
 
-needs_inspect = pytest.mark.skipif(importlib.util.find_spec('inspect_ai') is None,
-                                   reason='needs inspect-ai')
 # the first keys of a log
 HEADER = {'version': 2, 'status': 'success', 'eval': {'task': 'arc', 'model': 'mockllm/model'}}
 
@@ -165,7 +163,7 @@ def test_a_log_that_holds_no_score_is_refused_with_its_name(tmp_path):
     assert 'No such file' in run_metrics(tmp_path / 'b.eval').stderr
 
 
-@needs_inspect
+@pytest.mark.skipif(importlib.util.find_spec('inspect_ai') is None, reason='needs inspect-ai')
 def test_accuracy_of_the_installed_version_is_its_own(tmp_path):
     from inspect_ai import Task, eval
     from inspect_ai.dataset import Sample
