@@ -55,7 +55,6 @@ CORPUS = ['The quick brown fox jumps over the lazy dog.', 'Question: one or two?
 
 WORDS = 'quick brown fox jumps over the lazy dog blue river old stone'.split()
 
-
 BYTE_PAIRS = {'model_type': 'bpe', 'vocab_size': 400, 'remove_extra_whitespaces': False,
               'byte_fallback': True, 'normalization_rule_name': 'identity'}
 PIECES = {      # the settings of the files of these models
@@ -107,7 +106,6 @@ def write_rows(path, rows):
 
 LLAMA3_ROPE = {'rope_type': 'llama3', 'rope_theta': 10000.0, 'factor': 8.0, 'low_freq_factor': 1.0,
                'high_freq_factor': 4.0, 'original_max_position_embeddings': 32}
-
 
 # name: (class in transformers, its settings)
 ARCHITECTURES = json.loads((HERE / 'tests/architectures.json').read_text())
@@ -340,9 +338,8 @@ def results_of(folder):
 
 def log_of(folder):
     """The records of a run's log.jsonl, without the times."""
-    with open(folder / 'log.jsonl') as lines:
-        return [{k: v for k, v in json.loads(line).items() if not k.endswith('_s')}
-                for line in lines]
+    return [{k: v for k, v in json.loads(line).items() if not k.endswith('_s')}
+            for line in (folder / 'log.jsonl').read_text().splitlines()]
 
 
 def log_probs_after(reference, prompt, tokens):

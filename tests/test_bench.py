@@ -1,6 +1,5 @@
 """research/bench/: every benchmark at a tiny size on the CPU."""
 
-import importlib
 import importlib.util
 import re
 import shutil

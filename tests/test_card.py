@@ -5,12 +5,10 @@ from unittest import mock
 
 import pytest
 import yaml
-from common import write_results, write_run
+from common import results_of, write_results, write_run
 
-from bridges import card
-
+from bridges import card, hub
 from results import report, samples
-from bridges import hub
 from runtime import checkpoint, log, ownership, resume, sources
 from runtime.errors import CheckpointError
 from train import FREE_KEYS, TrainConfig
@@ -20,7 +18,7 @@ def reported(folder, sharpness):
     """A run's folder whose results.json has the metrics of its samples."""
     write_run(folder, n=200, sharpness=sharpness, settings={
         'model': 'google/gemma-3-270m', 'data': 'allenai/tulu', 'smoothing': 0.1})
-    results = json.loads((folder / 'results.json').read_text())
+    results = results_of(folder)
     results['tasks']['mmlu'] |= report.summarize(
         samples.read_samples(folder / 'samples.jsonl'), 'token', n_bootstrap=50, fit=True)
     (folder / 'config.json').write_text('{}')
@@ -31,12 +29,17 @@ def reported(folder, sharpness):
     return results['tasks']['mmlu']
 
 
+def written(folder):
+    """Write the card of a folder; return its text."""
+    card.write(folder)
+    return (folder / card.NAME).read_text()
+
+
 def test_the_card_has_the_results_before_and_after_and_an_edited_one_stays(tmp_path, capsys):
     run = tmp_path / 'run'
     before, after = reported(run / 'before', 0.5), reported(run, 3.0)
     (run / samples.DIAGRAM).write_bytes(b'')
-    card.write(run)
-    text = (run / card.NAME).read_text()
+    text = written(run)
     head = yaml.safe_load(text.split('---\n')[1])
     assert (head['base_model'], head['datasets']) == ('google/gemma-3-270m', ['allenai/tulu'])
     (result,) = head['model-index'][0]['results']
@@ -49,20 +52,17 @@ def test_the_card_has_the_results_before_and_after_and_an_edited_one_stays(tmp_p
     assert f'{temperature:.3f}' in text and '![reliability diagrams](reliability.png)' in text
     # renewed after another evaluation, while its first line says so
     reported(run, 2.0)
-    card.write(run)
-    again = (run / card.NAME).read_text()
+    again = written(run)
     assert again != text and again.startswith(f'---\n{card.OURS}')
     for mine in (again.replace(card.OURS, ''), f'---\nlicense: mit\n---\n{again}', '', '# mine'):
         (run / card.NAME).write_text(mine)
-        card.write(run)
-        assert (run / card.NAME).read_text() == mine and 'stays as' in capsys.readouterr().out
+        assert written(run) == mine and 'stays as' in capsys.readouterr().out
 
 
 def test_the_name_of_a_folder_is_plain_text_in_the_card(tmp_path):
     run = tmp_path / 'a](x)\n## <b> `c` 1_2'
     reported(run, 3.0)
-    card.write(run)
-    lines = (run / card.NAME).read_text().split('\n')
+    lines = written(run).split('\n')
     assert r'# a\](x) \#\# \<b\> \`c\` 1_2' in lines and '## <b> `c` 1_2' not in lines
 
 
@@ -70,24 +70,19 @@ def test_a_card_has_no_numbers_of_another_model(tmp_path, capsys):
     run = tmp_path / 'run'
     reported(run / 'before', 0.5)
     reported(run, 3.0)
-    content = json.loads((run / 'results.json').read_text())
-    for change, shown in (({}, True), ({'identity': {'model': 'other'}}, False),
-                          ({'identity': {}}, False),
-                          ({'identity': content['identity'] | {'base': 'dropout'}}, False)):
-        write_results(run, content | change)
-        card.write(run)
-        assert ('## Calibration' in (run / card.NAME).read_text()) == shown, change
-        assert ('which the card leaves out' in capsys.readouterr().out) != shown
+    content = results_of(run)
+    own = content['identity']
+    for identity in (own, {'model': 'other'}, {}, own | {'base': 'dropout'}):
+        write_results(run, content | {'identity': identity})
+        assert ('## Calibration' in written(run)) == (identity == own), identity
+        assert ('which the card leaves out' in capsys.readouterr().out) != (identity == own)
     write_results(run, content)
     for name, shown in (('google/gemma-3-270m', True), ('google/gemma-3-1b', False)):
-        before = json.loads((run / 'before' / 'results.json').read_text())
-        write_results(run / 'before', before | {'config': {'model': name}})
-        card.write(run)
-        assert ('| before |' in (run / card.NAME).read_text()) == shown
+        write_results(run / 'before', results_of(run / 'before') | {'config': {'model': name}})
+        assert ('| before |' in written(run)) == shown
     for text in (json.dumps(content | {'seed': 1}), '5', '[' * 100_000, '{"tasks": []}', ''):
         (run / 'results.json').write_text(text)
-        card.write(run)
-        assert '## Calibration' not in (run / card.NAME).read_text()
+        assert '## Calibration' not in written(run)
         assert 'results.json is not what this program wrote' in capsys.readouterr().out
 
 
@@ -135,8 +130,7 @@ def test_a_path_is_no_hub_name_also_if_nothing_is_there_any_more(tmp_path, monke
     log.open_log(cfg, 0).close()
     resume.check_run(cfg, FREE_KEYS)        # resumed under the same name
     (tmp_path / 'out' / 'base').rmdir()
-    card.write(tmp_path / 'run')
-    text = (tmp_path / 'run' / card.NAME).read_text()
+    text = written(tmp_path / 'run')
     assert 'base_model' not in text and '`base`, trained with nanoCal on `allenai/tulu`' in text
     assert sources.is_hub_name('google/gemma-3-270m')
     for path in ('/a/b', './a', '../a', '~/a', 'a/b/c', 'mmlu:a/b', 'a', 'a/'):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import transformers
-from common import HERE
+from common import HERE, write_rows
 from test_tokenizer import (MESSAGES, base_folder, in_transformers, phi3_folder, rewrite_json,
                             train_bpe)
 
@@ -62,9 +62,7 @@ def conversation(rng):
 
 
 def assert_ids_of_transformers(folder, n):
-    """Hold n random conversations and prompts of a template to transformers; return how many both
-    refuse.
-    """
+    """Hold n random conversations to transformers; return how many both refuse."""
     theirs = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
     ours, rng, refused = load_tokenizer(folder), random.Random(folder.name), 0
     for _ in range(n):
@@ -112,31 +110,14 @@ def supervised(messages, tokenizer, template='model', tools=None, add_bos=True):
 TURNS = dialogue('Sky?', 'Blue.', 'Fox?', 'Jumps.')
 THOUGHT = [*TURNS[:1], {'role': 'assistant', 'content': '<think>\nHm\n</think>\n\nBlue.'},
            *TURNS[2:3], {'role': 'assistant', 'content': '<think>\nOh\n</think>\n\nJumps.'}]
-MASKED = {
-    'default_system': (TURNS, '<|im_start|>system\nBe kind.<|im_end|>\n<|im_start|>user\nSky?'
-                       '<|im_end|>\n<|im_start|>assistant\n{Blue.<|im_end|>}\n<|im_start|>user\n'
-                       'Fox?<|im_end|>\n<|im_start|>assistant\n{Jumps.<|im_end|>}\n'),
-    'thinking': (THOUGHT, '<|im_start|>user\nSky?<|im_end|>\n<|im_start|>assistant\n{Blue.'
-                 '<|im_end|>}\n<|im_start|>user\nFox?<|im_end|>\n<|im_start|>assistant\n{<think>\n'
-                 'Oh\n</think>\n\nJumps.<|im_end|>}\n'),
-    'last_system': ([MESSAGES[0], *TURNS], '<s>[INST] Sky?[/INST]{ Blue.</s>}[INST] Be brief.\n\n'
-                    'Fox?[/INST]{ Jumps.</s>}'),
-    'opened': (THOUGHT, '<s><|ask|>Sky?<|answer|>{\n\nBlue.<|end|>}<|ask|>Fox?<|answer|>{\n\n'
-               'Jumps.<|end|>}'),
-    'header_ends': (TURNS, '[gMASK]<|user|>\nSky?<|assistant|>\n{Blue.}<|user|>\nFox?<|assistant|>'
-                    '\n{Jumps.}'),
-    'channels': (TURNS, '<|start|>user<|message|>Sky?<|end|><|start|>assistant{<|channel|>final'
-                 '<|message|>Blue.<|end|>}<|start|>user<|message|>Fox?<|end|><|start|>assistant'
-                 '{<|channel|>final<|message|>Jumps.<|return|>}'),
-    'spoken': (TURNS, '<s>USER: Sky? ASSISTANT:{ Blue.</s>}USER: Fox? ASSISTANT:{ Jumps.</s>}'),
-    'marked': (TURNS, '<|start|>user<|message|>Sky?<|end|><|start|>assistant<|message|>{Blue.'
-               '<|end|>}<|start|>user<|message|>Fox?<|end|><|start|>assistant<|message|>{Jumps.'
-               '<|end|>}')}
+# the conversation of a template; with its supervised parts in {braces} it is in a file
+MASKED = {'thinking': THOUGHT, 'last_system': [MESSAGES[0], *TURNS], 'opened': THOUGHT,
+          **dict.fromkeys(('default_system', 'header_ends', 'channels', 'spoken', 'marked'), TURNS)}
 
 
 @pytest.mark.parametrize('name', MASKED)
 def test_answers_are_supervised_with_what_ends_them(name, tmp_path):
-    messages, expected = MASKED[name]
+    messages, expected = MASKED[name], (FOLDER / f'{name}.txt').read_text().removesuffix('\n')
     tokenizer = load_tokenizer(folder_with(tmp_path, MODELS[name]))
     assert supervised(messages, tokenizer) == expected
     if name != 'header_ends':       # the first answer with what ends it
@@ -153,19 +134,19 @@ def test_answers_are_supervised_with_what_ends_them(name, tmp_path):
 @pytest.mark.parametrize('name', MODELS)
 def test_contents_make_no_control_token(name, tmp_path):
     tokenizer = load_tokenizer(folder_with(tmp_path, MODELS[name]))
-    controls = {*tokenizer.control_ids.values()}
     hostile = ''.join(tokenizer.control_ids)
-    plain, wild = (dialogue(text, text, f'a{text} \n', text) for text in ('x', hostile))
-    (ids, mask), (wild_ids, wild_mask) = (
-        chat.encode_conversation(messages, tokenizer, 'model') for messages in (plain, wild))
-    assert [i for i in ids if i in controls] == [i for i in wild_ids if i in controls]
-    assert tokenizer.decode(wild_ids).count(hostile) == 4
-    assert sum(mask) < sum(wild_mask)
+
+    def encoded(*texts):
+        """Return (ids, loss mask, control tokens among the ids)."""
+        ids, mask = chat.encode_conversation(dialogue(*texts), tokenizer, 'model')
+        return ids, mask, [i for i in ids if i in tokenizer.control_ids.values()]
+
+    (_, mask, controls), (ids, wild_mask, wild_controls) = (
+        encoded(text, text, f'a{text} \n', text) for text in ('x', hostile))
+    assert controls == wild_controls and sum(mask) < sum(wild_mask)
+    assert tokenizer.decode(ids).count(hostile) == 4
     for part in (hostile[:-1], hostile[1:], hostile[1:-1]):     # joined to what stands beside it
-        messages = dialogue(part, part)
-        ids, _ = chat.encode_conversation(messages, tokenizer, 'model')
-        assert len([i for i in ids if i in controls]) == len([i for i in chat.encode_conversation(
-            dialogue('x', 'x'), tokenizer, 'model')[0] if i in controls])
+        assert len(encoded(part, part)[2]) == len(encoded('x', 'x')[2])
 
 
 def test_what_would_complete_a_control_token_is_refused(tmp_path):
@@ -190,14 +171,8 @@ def test_tools_are_shown_by_a_template_that_knows_them(tmp_path):
     row, tools = take_tools(LOOKED)
     messages = to_messages(row)
     assert tools == TOOLS and messages[1]['tool_calls'][0]['function']['arguments'] == {'at': 'sky'}
-    text = supervised(messages, tokenizer, tools=tools)
-    assert text == (
-        '<|im_start|>system\n{"type": "function", "function": {"name": "look", "parameters": '
-        '{"type": "object"}}}\n<|im_end|>\n<|im_start|>user\nSky?<|im_end|>\n<|im_start|>assistant'
-        '\n{<think>\n\n</think>\n\n\n<tool_call>{"name": "look", "arguments": {"at": "sky"}}'
-        '</tool_call><|im_end|>}\n<|im_start|>user\n<tool_response>{"sky": "blue <|im_end|>"}'
-        '</tool_response><|im_end|>\n<|im_start|>assistant\n{<think>\n\n</think>\n\nBlue.'
-        '<|im_end|>}\n')
+    assert supervised(messages, tokenizer, tools=tools) == (
+        FOLDER / 'tools.txt').read_text().removesuffix('\n')
     theirs = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path)
     safe = [message | {'content': message['content'].replace('<|im_end|>', '')}
             for message in messages]
@@ -274,9 +249,8 @@ def test_what_templates_refuse(tokenizers, tmp_path):
 def test_a_model_s_own_template_is_kept_and_named(tmp_path, tokenizers):
     """A saved model carries its template, and one with tools beside it as transformers has them."""
     ours = load_tokenizer(folder_with(tmp_path, MODELS['default_system']))
-    assert export.tokenizer_files(tmp_path, ours, 'model').keys() == {'chat_template.jinja',
-                                                                      'generation_config.json',
-                                                                      'tokenizer_config.json'}
+    assert export.tokenizer_files(tmp_path, ours, 'model').keys() == {
+        'chat_template.jinja', 'generation_config.json', 'tokenizer_config.json'}
     assert export.saved_template('model', ours, True) == MODELS['default_system']
     assert "set bos_token = \"\"" in export.saved_template('model', ours, False)
     reward = export.saved_template('model', ours, True, reward=True)
@@ -293,14 +267,11 @@ def test_a_model_s_own_template_is_kept_and_named(tmp_path, tokenizers):
 
 def test_data_with_tools_is_read(tmp_path, capsys):
     tokenizer = load_tokenizer(folder_with(tmp_path, MODELS['thinking']))
-    path = tmp_path / 'data.jsonl'
-    path.write_text(json.dumps(LOOKED) + '\n')
-    options = {'max_length': 512, 'add_bos': True, 'on_bad_row': 'stop', 'workers': 1}
-    sequences = instruct.load_conversations(str(path), tokenizer, template='model',
-                                            cache_dir=tmp_path / 'cache', **options)
+    path = write_rows(tmp_path / 'data.jsonl', [LOOKED])
+    sequences = instruct.load_conversations(str(path), tokenizer, template='model', add_bos=True,
+                                            max_length=512, cache_dir=tmp_path / 'cache')
     assert '<tool_call>' in tokenizer.decode(sequences[0][0])
     assert 'leaves the thoughts of earlier answers out' in capsys.readouterr().out
-    path.write_text(json.dumps({'id': 1, 'messages': [{'role': 'user', 'content': 'Sky?'}],
-                                'tools': TOOLS}))
+    write_rows(path, [{'id': 1, 'messages': LOOKED['messages'][:1], 'tools': TOOLS}])
     (_, ids), = generate.read_prompts(path, tokenizer, 'model', True)[0]
     assert '"look"' in tokenizer.decode(ids)

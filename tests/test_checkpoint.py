@@ -88,8 +88,7 @@ KEY = 'model.layers.1.mlp.up_proj.weight'
      'tensor model.layers.0.self_attn.k_proj.bias (and 11 more) is missing'),
     (lambda f: (f / 'model.safetensors.index.json').write_text(
         '{"weight_map": {"model.norm.weight": "../model.safetensors"}}'),
-     "names '../model.safetensors', which is not a .safetensors file in this folder"),
-])
+     "names '../model.safetensors', which is not a .safetensors file in this folder")])
 def test_a_damaged_checkpoint_is_named_in_one_line(folder, damage, message):
     damage(folder)
     with pytest.raises(CheckpointError) as error:
@@ -125,13 +124,10 @@ def computed_or_refused(folder, raw, changes):
     return True
 
 
-KINDS = [       # those of other families have the rules of one of these
-    'llama3', 'mistral_window', 'gemma', 'gemma2', 'qwen2', 'neox', 'gemma3', 'olmo3', 'smollm3',
-    'cohere2', 'phi3', 'ministral3', 'granite', 'opt']
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize('name', KINDS)
+@pytest.mark.parametrize('name', [      # those of other families have the rules of one of these
+    'llama3', 'mistral_window', 'gemma', 'gemma2', 'qwen2', 'neox', 'gemma3', 'olmo3', 'smollm3',
+    'cohere2', 'phi3', 'ministral3', 'granite', 'opt'])
 def test_every_field_of_the_config_is_checked(name, tmp_path):
     reference_model(name, tmp_path, **few_layers(name, 3))      # as many as in ODD_VALUES
     raw = json.loads((tmp_path / 'config.json').read_text())
@@ -150,15 +146,12 @@ def test_every_field_of_the_config_is_checked(name, tmp_path):
 LENGTH = 'original_max_position_embeddings'
 ROPE = {k: v for k, v in LLAMA3_ROPE.items() if k != 'rope_theta'}
 
-
 # test_families.py computes each scheme; here are the spellings, and what is refused
 ROPES = [
-    (True, {'rope_theta': 500.0}),
-    (True, {'rope_scaling': ROPE, 'rope_theta': 500.0}),
+    (True, {'rope_theta': 500.0}), (True, {'rope_scaling': ROPE, 'rope_theta': 500.0}),
     (False, {'rope_scaling': ROPE, 'rope_parameters': ROPE}),
     (True, {'rope_scaling': {}, 'rope_parameters': LLAMA3_ROPE}),
-    (True, {'rope_scaling': ROPE, 'original_max_position_embeddings': 32}),
-    (False, {'rope_scaling': ROPE, 'original_max_position_embeddings': 16}),
+    *((n == 32, {'rope_scaling': ROPE, LENGTH: n}) for n in (32, 16)),
     (False, {'rope_parameters': {'rope_type': 'default', 'rope_theta': 500.0}, 'rope_theta': 1e4}),
     (False, {'rope_scaling': ROPE | {'type': 'default'}}),
     (True, {'rope_parameters': {'finetuned': True, 'attn_factor': 0.9, 'factor': 8.0}}),
@@ -170,7 +163,6 @@ ROPES = [
     (False, {'rope_parameters': {'sliding_attention': {'rope_theta': 1e4},
                                  'full_attention': {'rope_theta': 500.0}}}),
     *((False, {'rope_scaling': ROPE | {key: 'yes'}}) for key in (*ROPE, 'rope_theta'))]
-
 
 NEOX_ROPES = [
     (True, {'rotary_emb_base': 500, 'rotary_pct': 0.5, 'rope_scaling': None}),
@@ -231,9 +223,8 @@ def test_changes_to_the_config_apply_to_what_the_file_means(tmp_path):
     reference_model('llama3', tmp_path)
     raw = json.loads((tmp_path / 'config.json').read_text())
     assert 'rope_theta' not in raw and raw['rope_parameters']['factor'] == 8.0
-    plain = checkpoint.read_config(tmp_path)
     changed = checkpoint.read_config(tmp_path, {'rope_theta': 5e5, 'hidden_size': 64})
-    a, b = plain.layers[0].rope, changed.layers[0].rope
+    a, b = (x.layers[0].rope for x in (checkpoint.read_config(tmp_path), changed))
     assert (b.theta, b.dim, b.factor, changed.hidden_size) == (5e5, a.dim, 8.0, 64)
     changed = checkpoint.read_config(
         tmp_path, {'rope_scaling': {'rope_type': 'default'}, 'rope_theta': 77.0})
@@ -258,10 +249,9 @@ def test_softcap_and_temperature_of_our_own(name, tmp_path, capsys):
     plain.config.final_logit_softcapping, plain.config.temperature = 3.0, 1.5
     saving.save(plain, tmp_path / 'ours', torch.float32)
     assert 'transformers and vLLM will not' in capsys.readouterr().out
-    written = json.loads((tmp_path / 'ours' / 'config.json').read_text())
-    softcap = {} if name == 'gemma2' else {'softcap': 3.0}
-    assert written['nanocal'] == {'temperature': 1.5} | softcap
-    assert written.get('final_logit_softcapping') == (None if softcap else 3.0)
+    written, own = json.loads((tmp_path / 'ours' / 'config.json').read_text()), name == 'gemma2'
+    assert written['nanocal'] == {'temperature': 1.5} | ({} if own else {'softcap': 3.0})
+    assert written.get('final_logit_softcapping') == (3.0 if own else None)
     model = checkpoint.load(tmp_path / 'ours')
     assert (model.softcap, model.config.temperature) == (3.0, 1.5)
     assert 'nanocal' not in model.config.hf
@@ -395,10 +385,9 @@ def test_adapter_loads_in_peft(name, tmp_path):
 
 @pytest.mark.slow
 def test_pickled_weights_are_read(tmp_path):
-    reference_model('neox', tmp_path / 'model')
-    wanted = load_file(tmp_path / 'model' / 'model.safetensors')
-    (pickled := tmp_path / 'pickled').mkdir()
-    shutil.copy(tmp_path / 'model' / 'config.json', pickled)
+    reference_model('neox', pickled := tmp_path / 'pickled')
+    wanted = load_file(pickled / 'model.safetensors')
+    (pickled / 'model.safetensors').unlink()
     shard_of = {key: f'pytorch_model-{i % 2}.bin' for i, key in enumerate(wanted)}
     for name in {*shard_of.values()}:
         torch.save({key: x for key, x in wanted.items() if shard_of[key] == name}, pickled / name)

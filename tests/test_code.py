@@ -13,6 +13,7 @@ from runtime import digests
 # of evaluate.py, generate.py and align.py
 SAMPLES, ANSWERS = evaluate.CODE, ('decoding.answers', 'scoring')
 REFERENCE = reference.__name__,
+ALL = [SAMPLES, ANSWERS, REFERENCE]
 
 
 @pytest.fixture(scope='module')
@@ -42,17 +43,12 @@ def edited(copy, monkeypatch):
 
 
 @pytest.mark.parametrize('file, old, new, roots', [
-    ('model.py', '    y, w = x.float(),', '    y, w = 2 * x.float(),',
-     [SAMPLES, ANSWERS, REFERENCE]),
-    ('attention.py', 'visible = (j <= i)', 'visible = (j < i)', [SAMPLES, ANSWERS, REFERENCE]),
-    ('speed/kernels.py', 'shrink = tl.exp2(highest', 'shrink = tl.exp(highest',
-     [SAMPLES, ANSWERS, REFERENCE]),
-    ('speed/install.py', '_installed: dict = {}', '_installed: dict = {1: 2}',
-     [SAMPLES, ANSWERS, REFERENCE]),
-    ('fused_ce.py', '    tl.store(lse + row', '    tl.store(1 + lse + row',
-     [SAMPLES, ANSWERS, REFERENCE]),
-    ('data/tree_rows.py', 'return np.bincount(numbers', 'return -np.bincount(numbers',
-     [SAMPLES, ANSWERS, REFERENCE]),
+    ('model.py', '    y, w = x.float(),', '    y, w = 2 * x.float(),', ALL),
+    ('attention.py', 'visible = (j <= i)', 'visible = (j < i)', ALL),
+    ('speed/kernels.py', 'shrink = tl.exp2(highest', 'shrink = tl.exp(highest', ALL),
+    ('speed/install.py', '_installed: dict = {}', '_installed: dict = {1: 2}', ALL),
+    ('fused_ce.py', '    tl.store(lse + row', '    tl.store(1 + lse + row', ALL),
+    ('data/tree_rows.py', 'return np.bincount(numbers', 'return -np.bincount(numbers', ALL),
     ('data/tasks.py', "'options': [question.ending", "'option': [question.ending", [SAMPLES]),
     ('written/variants.py', 'np.exp(log_p[0])', 'np.exp(log_p[1])', [SAMPLES]),
     ('scoring.py', '(logits - lse[at])', '(lse[at] - logits)', [SAMPLES, ANSWERS]),
@@ -67,18 +63,16 @@ def edited(copy, monkeypatch):
      []),
     # what samples hold by its content, or what reads them
     ('data/benchmarks.py', 'BENCHMARKS = {', 'MORE = 1\nBENCHMARKS = {', []),
-    ('runtime/log.py', 'import', 'import sys\nimport', []),
-    ('metrics.py', 'import', 'import sys\nimport', []),
-    ('results/report.py', 'import', 'import sys\nimport', []),
+    *((file, 'import', 'import sys\nimport', [])
+      for file in ('runtime/log.py', 'metrics.py', 'results/report.py')),
     ('align.py', '-F.logsigmoid(cfg.beta', '-2 * F.logsigmoid(cfg.beta', [])])
 def test_an_edit_of_a_file_that_makes_samples_is_other_code(edited, file, old, new, roots):
-    before = [digests.code_digest(*names) for names in (SAMPLES, ANSWERS, REFERENCE)]
+    before = [digests.code_digest(*names) for names in ALL]
     text = (digests.HERE / file).read_text()
     assert old in text
     edited(file, text.replace(old, new, 1))
-    after = [digests.code_digest(*names) for names in (SAMPLES, ANSWERS, REFERENCE)]
-    assert [a != b for a, b in zip(before, after)] == [
-        names in roots for names in (SAMPLES, ANSWERS, REFERENCE)]
+    after = [digests.code_digest(*names) for names in ALL]
+    assert [a != b for a, b in zip(before, after)] == [names in roots for names in ALL]
 
 
 def test_a_file_counts_as_soon_as_it_is_imported_also_inside_a_function(edited):

@@ -1,13 +1,12 @@
 """compare/compare.py and over_seeds.py: differences over questions and over seeds"""
 
 import itertools
-import json
 import re
 
 import numpy as np
 import pytest
 import metrics
-from common import write_results, write_rows, write_run
+from common import results_of, write_results, write_rows, write_run
 from research.common import read_csv
 from compare import compare, over_seeds, significance
 from results import samples
@@ -19,14 +18,10 @@ from test_report import TOKEN, tabulars
 MEASURES = '--metrics=accuracy,entropy_bits,ece,rmsce'      # by default, and those that you add
 
 
-@pytest.fixture
-def drawn():
-    """Pictures, which take most of the time of a comparison, are drawn where a test asks for it."""
-
-
 @pytest.fixture(autouse=True)
-def undrawn(request, monkeypatch):
-    for name in () if 'drawn' in request.fixturenames else ('draw_reliability', 'draw_curves'):
+def undrawn(monkeypatch):
+    """Pictures take most of the time of a comparison: they are drawn where a test undoes this."""
+    for name in ('draw_reliability', 'draw_curves'):
         monkeypatch.setattr(compare, name, lambda *_: False)
 
 
@@ -45,7 +40,8 @@ def two_runs(folder, **more):
 
 
 @pytest.mark.slow
-def test_runs_of_one_seed_are_compared_over_questions(tmp_path, capsys, drawn):
+def test_runs_of_one_seed_are_compared_over_questions(tmp_path, capsys, monkeypatch):
+    monkeypatch.undo()
     languages = 'de', 'en', 'sw'
     a, b = (write_run(tmp_path / name, languages=languages, n=90, settings=settings)
             for name, settings in (('a', {}), ('sharp', {'smoothing': 0.1})))
@@ -226,12 +222,10 @@ def test_tasks_that_a_run_lacks_are_left_out(tmp_path, capsys):
     for folder, more in ((a, [*samples.read_samples(c / 'samples.jsonl'), *tokens]), (b, tokens)):
         path = folder / 'samples.jsonl'
         write_rows(path, [*more, *samples.read_samples(path)])
-        results = json.loads((folder / 'results.json').read_text())
-        results['tasks'] = {task: {'distribution': 'top token', 'norm': 'token', 'unit': 'tokens',
-                                   'pooled': {'n': n}}
-                            for task, n in (('clm', 9), ('arc', len(more) - 9)) if n} | (
-                                results['tasks'])
-        write_results(folder, results)
+        entry = {'distribution': 'top token', 'norm': 'token', 'unit': 'tokens'}
+        results, counts = results_of(folder), {'clm': 9, 'arc': len(more) - 9}
+        tasks = {task: entry | {'pooled': {'n': n}} for task, n in counts.items() if n}
+        write_results(folder, results | {'tasks': tasks | results['tasks']})
     rows = compare_csv_of([a, b], tmp_path / 'out', '--n_bootstrap=10', '--ensemble')
     said = capsys.readouterr().out
     assert 'arc is left out: not every run has it' in said and '\nclm (top token)\n' in said

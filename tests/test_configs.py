@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+import tomllib
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Literal
@@ -45,20 +46,8 @@ def test_the_command_line_overrides_the_config_file(tmp_path):
 
 
 @pytest.mark.parametrize('content, argument, message', [
-    ('smothing = 0.1', '', "experiment.py:1: there is no key 'smothing'; did you mean 'smoothing'"),
-    ('', '--shots=0', "--shots: there is no key 'shots'; did you mean 'eval.shots'?"),
-    ('lora_targets = "q_proj,k_proj"', '', "wanted tuple[str, ...], such as ('q_proj', 'k_proj')"),
-    ('lr = 1\nepochs = "two"', '', "experiment.py:2: epochs is 'two', of type str; wanted float"),
-    ('lr = 2 * 1e-5', '', 'experiment.py:1: the value of lr must be a plain literal'),
-    ('', 'configs/other.py', 'a config file comes first'),
-    ('lr = 1\nepochs = 2\nlr = 2', '', 'experiment.py:3: lr is already set at {}/experiment.py:1'),
-    ('lr = 1e999', '', 'lr is inf, of type float; wanted a finite number'),
-    ('lr = 1', '--schedule=cubic', "wanted one of ['linear', 'cosine'"),
-    ('eval = 5', '', 'experiment.py:1: eval is 5, of type int; wanted data.eval_config.'
-     'EvalConfig | None, as a dict of its keys; --eval.KEY=VALUE sets one key'),
-    ('shape = {"a": 8}', '--shape.a.x=1', 'a has no keys of its own'),
-    ('', '--data=a\udcff.jsonl', "'--data=a\\udcff.jsonl' is not valid Unicode; rename the file"),
-])
+    *tomllib.loads((HERE / 'tests' / 'wrong_settings.toml').read_text())['cases'],
+    ('', '--data=a\udcff.jsonl', "'--data=a\\udcff.jsonl' is not valid Unicode; rename the file")])
 def test_a_wrong_setting_is_named_with_its_place(tmp_path, content, argument, message):
     with pytest.raises(ConfigError, match='.') as error:
         config(tmp_path, content, *filter(None, [argument]))
@@ -254,15 +243,14 @@ def test_workers_end_by_sigterm_and_with_the_first_error():
         with forked_pool(2, lambda _: signal.getsignal(signal.SIGTERM)) as imap:
             assert [*imap(range(8))] == [signal.SIG_DFL] * 8
         assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
-        with pytest.raises(DataError, match='bad'):
-            with forked_pool(2, time.sleep) as imap:
-                next(imap([0, 60, 60]))
-                raise DataError('bad')      # which does not wait for the workers
-        with pytest.raises(DataError, match='bad'):     # nor for those that write large results
-            with forked_pool(4, lambda x: LARGE) as imap:
-                for number, _ in enumerate(imap(range(200))):
-                    if number == 20:
-                        raise DataError('bad')
+        with pytest.raises(DataError, match='bad'), forked_pool(2, time.sleep) as imap:
+            next(imap([0, 60, 60]))
+            raise DataError('bad')      # which does not wait for the workers
+        # nor for those that write large results
+        with pytest.raises(DataError, match='bad'), forked_pool(4, lambda x: LARGE) as imap:
+            for number, _ in enumerate(imap(range(200))):
+                if number == 20:
+                    raise DataError('bad')
     finally:
         signal.signal(signal.SIGTERM, before)
     assert not multiprocessing.active_children()

@@ -66,13 +66,12 @@ def test_of_a_hub_dataset_one_format_is_downloaded_after_its_size_is_printed(
 def test_a_hub_that_does_not_answer_is_not_waited_for(tmp_path, monkeypatch):
     write_rows(tmp_path / 'content' / 'rows.jsonl', [{'messages': SAME}])
     add_to_hub(tmp_path / 'hub', 'me/cached', tmp_path / 'content', 'datasets')
-    for name, value in (('HF_HUB_CACHE', str(tmp_path / 'hub')), ('HF_HUB_OFFLINE', False)):
-        monkeypatch.setattr(f'huggingface_hub.constants.{name}', value)
     monkeypatch.setattr(hub, 'SECONDS', 0.5)
     monkeypatch.setattr(hub, '_silent', set())
     with socket.create_server(('localhost', 0)) as silent:
-        monkeypatch.setattr('huggingface_hub.constants.ENDPOINT',
-                            f'http://localhost:{silent.getsockname()[1]}')
+        for name, value in (('HF_HUB_CACHE', str(tmp_path / 'hub')), ('HF_HUB_OFFLINE', False),
+                            ('ENDPOINT', f'http://localhost:{silent.getsockname()[1]}')):
+            monkeypatch.setattr(f'huggingface_hub.constants.{name}', value)
         assert [path.name for path in fetch('me/cached', ['*.jsonl'])] == ['rows.jsonl']
         with pytest.raises(DataError, match='me/other .*it does not answer within 0.5 s'):
             fetch('me/other', ['*.jsonl'])
@@ -274,9 +273,8 @@ def test_cache_is_keyed_by_what_went_in(tmp_path, tokenizers):
     def times():
         return {p: p.stat().st_mtime_ns for p in here.rglob('*')}
     first, made = conversations(path, gemma), times()
-    tokens, loss_mask = conversations(path, gemma)[0]
-    assert type(tokens) is type(loss_mask) is np.ndarray   # a memmap's slices are slow to make
-    assert made == times()
+    # a memmap's slices are slow to make
+    assert {*map(type, conversations(path, gemma)[0])} == {np.ndarray} and made == times()
     for n, change in enumerate(({'max_length': 32}, {'template': 'gemma'})):
         conversations(path, gemma, **change)
         assert len(list(here.iterdir())) == 2 + n
@@ -365,15 +363,13 @@ def test_a_long_document_becomes_sequences_with_bos_and_one_eos(tmp_path, tokeni
 
 def test_compressed_text_is_read_like_plain_text(tmp_path, tokenizers):
     """A .txt.gz file is what the .txt file is; wikitext's are read by line, as on the hub."""
-    lines = ['\n', ' = Robert Boulter = \n', ' \n', ' He is an actor .\n', ' He also\x85 sang .\n']
+    text = '\n = Robert Boulter = \n \n He is an actor .\n He also\x85 sang .\n'.encode()
     sequences = []
-    for name, opened in (('a.txt', open), ('a.txt.gz', gzip.open), ('wiki.test.txt.gz', gzip.open)):
+    for name in ('a.txt', 'a.txt.gz', 'wiki.test.txt.gz'):
         folder = tmp_path / name.replace('.', '-')
         folder.mkdir()
-        with opened(folder / name, 'wt') as file:
-            file.write(''.join(lines))
-        sequences.append(conversations(folder, tokenizers['gemma'], load_text,
-                                       max_length=200))
+        (folder / name).write_bytes(gzip.compress(text) if name.endswith('.gz') else text)
+        sequences.append(conversations(folder, tokenizers['gemma'], load_text, max_length=200))
         texts, _, _, total = probes.load_texts(f'clm:{folder}', asking())
         assert total == (3 if name.startswith('wiki') else 1)
     assert len({len(s) for s in sequences}) == len({s.digest for s in sequences}) == 1
@@ -423,14 +419,8 @@ def test_unreadable_files_name_their_line(tmp_path, tokenizers, name, raw, messa
         conversations(tmp_path / name, tokenizers['gemma'], load_text, max_length=8)
 
 
-def test_an_array_in_a_file_of_json_lines_is_read(tmp_path):
-    for raw in (b'[{"text": "x"}]', b'\n[\n{"text": "x"}\n]\n'):
-        (tmp_path / 'a.jsonl.gz').write_bytes(gzip.compress(raw))
-        assert [*read_rows(tmp_path / 'a.jsonl.gz')] == [
-            (f'{tmp_path}/a.jsonl.gz: row 1', {'text': 'x'})]
-
-
 @pytest.mark.parametrize('raw, rows', [
+    *((raw, [(': row 1', {'a': 1})]) for raw in ('[{"a": 1}]', '\n[\n{"a": 1}\n]\n')),
     ('\ufeff{"a": 1}\r\n\r\n{"a": 2}', [(':1', {'a': 1}), (':3', {'a': 2})]),
     ('{"examples": [{"a": 1}]}', [(': row 1', {'a': 1})]),
     ('{"examples": [1]}\n{"examples": [2]}',
@@ -439,8 +429,9 @@ def test_an_array_in_a_file_of_json_lines_is_read(tmp_path):
     ('{"a": 1}\n{"a":\n{"a": 3}', [(':1', {'a': 1}), (':2', None), (':3', {'a': 3})])])
 def test_a_json_file_holds_a_list_or_a_row_per_line(tmp_path, raw, rows):
     (tmp_path / 'x.json').write_text(raw, newline='')
-    (tmp_path / 'x.json.gz').write_bytes(gzip.compress(raw.encode()))
-    for path in (tmp_path / 'x.json', tmp_path / 'x.json.gz'):
+    for name in ('x.json.gz', *['x.jsonl.gz'] * ('examples' not in raw)):
+        (tmp_path / name).write_bytes(gzip.compress(raw.encode()))
+    for path in tmp_path.iterdir():
         for (place, row), (ending, expected) in zip(read_rows(path), rows, strict=True):
             assert place == f'{path}{ending}'
             assert row == expected if expected else f'{place}: broken JSON' in str(row)
@@ -476,11 +467,10 @@ def test_packing_holds_every_sequence_once(lengths, seed):
     assert len(packed.tokens) <= 1 + 2 * sum(lengths) // 16  # first fit wastes less than half
     for i, (tokens, loss_mask) in enumerate(sequences):
         row, at = np.nonzero(packed.owner == i)
-        assert (packed.tokens[row, at] == tokens).all()
-        assert (packed.positions[row, at] == np.arange(len(tokens))).all()
-        assert (packed.ends[row, at] == at[-1] + 1).all()
-        wanted = np.append(np.where(loss_mask[1:], tokens[1:], -100), -100)
-        assert (packed.targets[row, at] == wanted).all()
+        targets = np.append(np.where(loss_mask[1:], tokens[1:], -100), -100)
+        for name, expected in (('tokens', tokens), ('positions', np.arange(len(tokens))),
+                               ('ends', at[-1] + 1), ('targets', targets)):
+            assert (getattr(packed, name)[row, at] == expected).all(), name
     padding = packed.owner < 0
     assert (packed.targets[padding] == -100).all()
     assert (packed.ends > np.arange(16)).all()

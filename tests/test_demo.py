@@ -79,17 +79,16 @@ def test_the_notebook_runs_from_top_to_bottom(small_world, tmp_path, monkeypatch
 
 
 def test_a_second_call_trains_nothing(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(demo, 'make_world', lambda place, seed: None)
     monkeypatch.setattr(demo, 'print_report', lambda reports, out_dir: None)
     seen = []
 
     def finished(cfg):
         seen.append(cfg)
-        n = len(seen)
-        return {'after': {'tasks': {'questions': {'pooled': {
-            'accuracy': 0.5 + n / 10, 'ece': n / 10}}}}}
-    monkeypatch.setattr(demo, 'train_and_report', finished)
-    monkeypatch.setattr(demo, 'pick_threads', lambda: 1)
+        pooled = {'accuracy': 0.5 + len(seen) / 10, 'ece': len(seen) / 10}
+        return {'after': {'tasks': {'questions': {'pooled': pooled}}}}
+    for name, function in (('make_world', lambda place, seed: None),
+                           ('train_and_report', finished), ('pick_threads', lambda: 1)):
+        monkeypatch.setattr(demo, name, function)
     monkeypatch.setenv('HOME', str(tmp_path.parent))
     demo.main([f'--out_dir=~/{tmp_path.name}'])
     assert {Path(cfg.out_dir).parent for cfg in seen} == {tmp_path}

@@ -89,13 +89,11 @@ def no_own_heads(shape):
 
 def neox(rng, shape):
     rotated, hd = rng.choice([2, 4]), rng.choice([4, 5, 8, 16])
-    return without(shape, 'head_dim', 'num_key_value_heads', 'rms_norm_eps',
+    return without(no_own_heads(shape | {'head_dim': hd}), 'num_key_value_heads', 'rms_norm_eps',
                    'tie_word_embeddings') | {
-        'hidden_size': shape['num_attention_heads'] * hd,
-        'layer_norm_eps': rng.choice([1e-5, 1e-2]), **bias(rng, 'use_parallel_residual',
-                                                           'attention_bias'),
-        'rope_parameters': rope(rng, hd, ('default', 'llama3')) | {
-            'partial_rotary_factor': rotated / hd}}
+        'layer_norm_eps': rng.choice([1e-5, 1e-2]),
+        **bias(rng, 'use_parallel_residual', 'attention_bias'), 'rope_parameters': rope(
+            rng, hd, ('default', 'llama3')) | {'partial_rotary_factor': rotated / hd}}
 
 
 def cohere(rng, shape):
@@ -156,8 +154,7 @@ FAMILIES = {
         'residual_multiplier': rng.choice([0.22, 1.5]),
         'attention_multiplier': rng.choice([0.05, 0.4]), 'logits_scaling': rng.choice([1.5, 8.0])},
     'OPT': opt,
-    'GPTNeoX': neox,
-}
+    'GPTNeoX': neox}
 
 
 def shaken(model):
@@ -189,10 +186,8 @@ def compare(reference, folder, shape):
     theirs, ours = parameters_of(reference), named(model)
     assert theirs.keys() == ours.keys()
     for key, p in ours.items():
-        gradient = theirs[key].grad
-        gradient = torch.zeros_like(p) if gradient is None else gradient
-        difference = (torch.zeros_like(p) if p.grad is None else p.grad) - gradient
-        assert difference.norm() < 1e-3 * gradient.norm() + 1e-6, (key, shape)
+        g, right = (torch.zeros_like(p) if x.grad is None else x.grad for x in (p, theirs[key]))
+        assert (g - right).norm() < 1e-3 * right.norm() + 1e-6, (key, shape)
     return model, tokens, expected
 
 
@@ -238,10 +233,7 @@ def test_the_text_part_of_a_model_with_images(kind, text, tied, tmp_path):
 
 
 def test_the_nested_files_of_gemma_3_are_read(tmp_path):
-    """What google/gemma-3-4b-it has in its config.json: the text model's sizes are mostly left out.
-
-    transformers reads the same.
-    """
+    """As in google/gemma-3-4b-it's config.json, which leaves out most sizes of the text model."""
     import transformers
     raw = {'architectures': ['Gemma3ForConditionalGeneration'], 'model_type': 'gemma3',
            'boi_token_index': 255999, 'eoi_token_index': 256000, 'eos_token_id': [1, 106],
@@ -276,8 +268,7 @@ def test_longrope_is_short_or_long_for_a_whole_run(long, tmp_path):
     assert checkpoint.read_config(tmp_path / 'again') == model.config
 
 
-# keys of files on the hub that transformers 5 writes otherwise, or that mean nothing to it
-OLD_KEYS = [
+@pytest.mark.parametrize('name, keys', [    # which transformers 5 writes otherwise or ignores
     ('gemma3', {'rope_theta': 500.0, 'rope_local_base_freq': 70.0,
                 'rope_scaling': {'rope_type': 'linear', 'factor': 8.0}}),
     ('olmo3', {'rope_theta': 500.0, 'rope_scaling': YARN | {'factor': 4.0}}),
@@ -287,10 +278,7 @@ OLD_KEYS = [
     ('cohere2', {'cache_implementation': 'hybrid', 'layer_switch': 4, 'layer_types': ...,
                  'position_embedding_type': 'rope_gptj', 'rope_scaling': None, 'rope_theta': 500,
                  'rotary_pct': 1.0, 'sliding_window_pattern': 4, 'use_embedding_sharing': True,
-                 'use_parallel_block': True, 'use_qk_norm': False})]
-
-
-@pytest.mark.parametrize('name, keys', OLD_KEYS)
+                 'use_parallel_block': True, 'use_qk_norm': False})])
 def test_keys_of_older_files_reach_the_layers_that_transformers_gives_them(name, keys, tmp_path):
     reference_model(name, tmp_path, max_position_embeddings=64)
     edit_config(tmp_path, rope_parameters=..., **keys)

@@ -131,8 +131,7 @@ def test_a_replaced_function_is_another_one_even_if_it_has_the_name_of_the_first
     exec('def plain(x, y=1): return x', namespace)      # as at the prompt: without source
     for other in (wrapped, lambda x, y: x, namespace['plain'], functools.partial(plain, y=2)):
         assert not version.stands_for(other) and version.stands_for(plain)
-        unknown = FastVersion(half, {'edited.plain': '', 'edited.half': ''})
-        assert not unknown.stands_for(other)
+        assert not FastVersion(half, {'edited.plain': '', 'edited.half': ''}).stands_for(other)
     for other in (lambda x: x, functools.wraps(half)(lambda x: half(x) + 1)):
         monkeypatch.setattr(module, 'half', other)      # also if it is no longer the first call
         assert not version.stands_for(plain)
@@ -153,9 +152,8 @@ trees = [fast.structure(tree) for path in sorted(pathlib.Path('.').glob('r[eu]*/
          for tree in fast.definitions(path.read_text(encoding='utf-8')).values()]
 print(len(trees), hashlib.blake2b('\\n'.join(trees).encode()).hexdigest())'''
     here = Path(sys.base_prefix)        # other versions may be beside it, as pyenv installs them
-    programs = {sys.executable, *map(str, here.parent.glob('3.1[1-9]*/bin/python3')),
-                *(f'/usr/bin/python3.{n}' for n in range(11, 20) if Path(
-                    f'/usr/bin/python3.{n}').exists())}
+    programs = {sys.executable, *map(str, here.parent.glob('3.1[1-9]*/bin/python3')), *(
+        f'/usr/bin/python3.{n}' for n in range(11, 20) if Path(f'/usr/bin/python3.{n}').exists())}
     if len(programs) == 1:
         pytest.skip('needs a second version of Python')
     assert len({subprocess.run([python, '-c', program], cwd=HERE, check=True, text=True,
@@ -217,28 +215,18 @@ def capped(plain, most=1000.0):
     return lambda *arguments: plain(*arguments).clamp(-most, most)
 
 
-def by_norm():
-    x = torch.ones(2, 3, 16)
-    return models.norm(x, 5000 * torch.ones(16), None, 'llama', 0.0)
+LARGE, ONES = 5000 * torch.ones(1, 2, 3, 16), torch.ones(1, 2, 3, 16)
 
 
-def by_rotate():
-    x = torch.full((1, 2, 3, 16), 5000.0)
-    return models.rotate(x, torch.ones(1, 1, 3, 8), torch.zeros(1, 1, 3, 8))
-
-
-def by_gate(activation=F.silu):
-    return models.gate(torch.full((3, 16), 5000.0), torch.ones(3, 16), activation)
-
-
-@pytest.mark.parametrize('name, compute', [
-    ('norm', by_norm), ('rotate', by_rotate), ('gate', by_gate)])
-def test_an_edit_for_large_values_alone_reaches_what_has_a_kernel(name, compute, monkeypatch,
+@pytest.mark.parametrize('name, inputs', [
+    ('norm', (ONES, LARGE[0, 0, 0], None, 'llama', 0.0)), ('gate', (LARGE, ONES, F.silu)),
+    ('rotate', (LARGE, ONES[:, :1, :, :8], 0 * ONES[:, :1, :, :8]))])
+def test_an_edit_for_large_values_alone_reaches_what_has_a_kernel(name, inputs, monkeypatch,
                                                                   capsys):
     monkeypatch.setattr(kernels, 'kernels_apply', lambda x: True)
     monkeypatch.setattr(models, name, capped(getattr(models, name)))
     install.install()
-    assert (compute() == 1000).all()
+    assert (getattr(models, name)(*inputs) == 1000).all()
     assert f'note: model.{name} was edited' in capsys.readouterr().out
 
 
@@ -247,13 +235,12 @@ def test_an_edit_of_an_activation_for_large_values_alone_reaches_the_gated_produ
         return F.gelu(x, approximate='tanh').clamp(max=1000)
     monkeypatch.setattr(kernels, 'kernels_apply', lambda x: True)
     install.install()
-    assert (by_gate(gelu_tanh) == 1000).all()
+    assert (models.gate(LARGE, ONES, gelu_tanh) == 1000).all()
 
 
 @pytest.mark.parametrize('owner, name, edited', [
     (DecodeMask, 'visible', lambda mask: torch.arange(mask.longest)[None] <= 100),
-    (attention, 'sees', within(101)),
-    (ExplicitMask, 'attend', capped(ExplicitMask.attend, 0.0))])
+    (attention, 'sees', within(101)), (ExplicitMask, 'attend', capped(ExplicitMask.attend, 0.0))])
 def test_an_edit_for_long_texts_alone_reaches_decoding(owner, name, edited, monkeypatch, capsys):
     monkeypatch.setattr(kernels, 'available', lambda x: True)
     like, one = torch.zeros(1), torch.tensor([0])

@@ -15,8 +15,6 @@ from bridges.inspect_files import log_rows
 from compare import compare
 from runtime.errors import ConfigError, DataError
 
-needs_inspect = pytest.mark.skipif(importlib.util.find_spec('inspect_ai') is None,
-                                   reason='needs inspect-ai')
 # the first keys of a log
 HEADER = {'version': 2, 'status': 'success', 'eval': {'task': 'arc', 'model': 'mockllm/model'}}
 
@@ -79,8 +77,7 @@ def test_the_probability_of_the_chosen_letter_is_the_confidence(tmp_path):
     samples = [chosen(1, 'B', 0.8), chosen(2, 'D', 0.6, 'I', shuffled), chosen(3, 'C', 0.5),
                graded(4, 'N', scorer='choice')]
     rows = [row for _, row in log_rows(write_log(tmp_path / 'a.eval', samples))]
-    assert [row['confidence'] for row in rows] == [
-        *map(pytest.approx, (0.8, 0.6, 0.5)), None]
+    assert [row['confidence'] for row in rows] == [*map(pytest.approx, (0.8, 0.6, 0.5)), None]
     done = run_metrics(tmp_path / 'a.eval')
     assert done.stdout.startswith('1 rows state no probability, the first: ')
     assert values(done)['brier_top_label'] == f'{(0.04 + 0.36 + 0.25) / 3:.4f}'
@@ -166,7 +163,7 @@ def test_a_log_that_holds_no_score_is_refused_with_its_name(tmp_path):
     assert 'No such file' in run_metrics(tmp_path / 'b.eval').stderr
 
 
-@needs_inspect
+@pytest.mark.skipif(importlib.util.find_spec('inspect_ai') is None, reason='needs inspect-ai')
 def test_accuracy_of_the_installed_version_is_its_own(tmp_path):
     from inspect_ai import Task, eval
     from inspect_ai.dataset import Sample

@@ -12,6 +12,7 @@ import pytest
 from common import HERE, WORDS, write_rows
 
 from bridges import export
+from data.files import dialogue
 from data.tokenizer import load_tokenizer
 from runtime import rooms
 
@@ -48,9 +49,8 @@ def core_files():
         [HERE / f'{name}.py'] if name in TOP else sorted((HERE / name).rglob('*.py')))]
 
 
-@pytest.mark.parametrize('folder', [
-    str(path.parent.relative_to(HERE)) for name in FOLDERS
-    for path in sorted((HERE / name).rglob('__init__.py'))])
+@pytest.mark.parametrize('folder', [str(path.parent.relative_to(HERE)) for name in FOLDERS
+                                    for path in sorted((HERE / name).rglob('__init__.py'))])
 def test_each_folder_says_in_three_lines_what_belongs_there(folder):
     docstring = ast.get_docstring(ast.parse((HERE / folder / '__init__.py').read_text()))
     summary, empty, *rest = docstring.split('\n')
@@ -100,9 +100,7 @@ def test_a_program_loads_only_what_it_needs(program, base, tmp_path):
             for i, text in enumerate(words)]
     for split in ('dev', 'test'):
         write_rows(tmp_path / 'mmlu' / f'{split}.jsonl', rows)
-    write_rows(tmp_path / 'chat.jsonl', [{'messages': [
-        {'role': 'user', 'content': text}, {'role': 'assistant', 'content': 'Yes.'}]}
-        for text in words])
+    write_rows(tmp_path / 'chat.jsonl', [{'messages': dialogue(text, 'Yes.')} for text in words])
     common = [f'--model={model}', f'--out_dir={tmp_path / "out"}', '--device=cpu']
     runs = {
         'train.py': [*common, f'--data={tmp_path / "chat.jsonl"}', f'--cache_dir={tmp_path}/cache',

@@ -1,7 +1,6 @@
 """memory.py: the number of rows per forward pass"""
 
 import contextlib
-import json
 import re
 
 import pytest
@@ -9,7 +8,7 @@ import torch
 
 import train
 from research.bench.common import MODELS
-from common import documents, llama_config
+from common import documents, llama_config, log_of
 from model import CausalLM
 from runtime import build, memory
 from runtime.config import read_assignments
@@ -101,8 +100,7 @@ def step_gradients(model, optimizer, packed, micro_rows):
 
 @contextlib.contextmanager
 def little_memory(model, most, where='forward'):
-    """Let the second of the passes of more than `most` rows run out of memory, and all later ones.
-    """
+    """Let passes of more than `most` rows run out of memory, all but the first of them."""
     calls = []
 
     def fail(*_):
@@ -156,7 +154,7 @@ def test_a_run_survives_a_step_that_lacks_memory(settings_file, tmp_path, capsys
         train.main([settings_file, '--eval=None', '--device=cpu', '--pictures=False',
                     '--pack_len=32', '--max_length=32', '--micro_rows=4',
                     f'--out_dir={tmp_path / name}'])
-        return [json.loads(line) for line in (tmp_path / name / 'log.jsonl').open()]
+        return log_of(tmp_path / name)
     build_model = train.build_model
     right, survived = trained('right', 4), trained('survived', 2)
     assert [record['micro_rows'] for record in right] == [4] * 5

@@ -9,7 +9,6 @@ from common import reference_model
 
 from runtime import build, checkpoint, optim
 from speed import compact
-from speed.compact import _decode, _encode
 from train import TrainConfig
 
 ONE = torch.tensor(1.0)
@@ -70,8 +69,8 @@ def test_compact_second_moments_stay_on_their_scale():
     expected = torch.maximum(v, largest[:, None] / 2 ** 24)
 
     def coded(v, noise):
-        m, code, ranges = _encode(torch.zeros_like(v), v, noise.int())
-        return _decode(m.to(torch.int8), code.to(torch.uint8), ranges.bfloat16())[1]
+        m, code, ranges = compact._encode(torch.zeros_like(v), v, noise.int())
+        return compact._decode(m.to(torch.int8), code.to(torch.uint8), ranges.bfloat16())[1]
 
     # a step is 24 / 255 of a power of two, rounded up; above a power of two that is 0.0945 of v
     for noise in (0, -1):

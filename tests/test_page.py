@@ -43,8 +43,7 @@ def write(folder, rows):
     """Write report.html of `rows` and return its text."""
     report = metrics.report(np.array([[0.9, 0.1], [0.8, 0.2]]), np.array([0, 1]))
     result = {'distribution': '<0 shots>', 'norm': 'token', 'option_mass': 0.9,
-              'unit': 'questions', 'pooled': report,
-              'subjects': {'<i>a</i>': report, 'b': report}}
+              'unit': 'questions', 'pooled': report, 'subjects': {'<i>a</i>': report, 'b': report}}
     config = {'model': 'some/<model>', 'device': 'cpu', 'dtype': 'float32', 'seed': 0}
     versions = {'nanocal': '1.2.3', 'python': '3', 'device': ''}
     page.write_report({'tasks': dict.fromkeys(rows, result), 'versions': versions,

@@ -15,6 +15,7 @@ import runpy
 import shutil
 import subprocess
 import sys
+import tomllib
 
 import numpy as np
 import pytest
@@ -200,19 +201,10 @@ def test_texts_of_a_table_stay_texts(tmp_path, text):
     assert (sample['confidence'], sample['correct']) == (2 / 3, True)
 
 
-@pytest.mark.parametrize('header, row, settings', [
-    ('Probs_0,PROBS_1,Answer', '0.2,0.8,1', ''), ('prob_A,prob_B,answer', '0.2,0.8,B', ''),
-    ('prob_b,prob_a,answer', '0.8,0.2,b', ''), ('probs,label', '[0.2 0.8],1.0', ''),
-    ('probs,answer', '"[np.float64(0.2), np.float64(0.8)]",1', ''),
-    ('probs,options,answer', '[ 0.2  0.8],"[\'red\', \'blue\']",blue', ''),
-    ('probs,choices,answer', '"[2e-1, 8e-1]","[""A"", ""B""]",B', ''),
-    ('LOG_PROB_0,LOG_PROB_1,answer', '-1.6094379124341003,-0.2231435513142097,1', ''),
-    ('p_0,p_1,answer,gold', '0.2,0.8,0,1', 'probs=p,answer=gold'),
-    ('confidence,correct,answer,label', '0.8,1,B,B', ''),
-    ('confidence,correct', '٠٫٨,1', ''), ('confidence,correct', '80/100,1.0', ''),
-    ('confidence,correct', '８０％,1', ''),
-    ('Sure,Right', '80 %,TRUE', 'confidence=sure,correct=right'),
-    ('Sure,Right', '80 %,TRUE', 'confidence=Sure,correct=Right')])
+FILES = tomllib.loads((HERE / 'tests' / 'prediction_files.toml').read_text(encoding='utf-8'))
+
+
+@pytest.mark.parametrize('header, row, settings', FILES['columns'])
 def test_columns_are_found_whatever_their_case_and_named_by_the_user(tmp_path, header, row,
                                                                      settings):
     table = tmp_path / 'table.csv'
@@ -261,52 +253,11 @@ def test_norm_divides_log_probabilities_as_in_evaluation(tmp_path):
 
 
 @pytest.mark.parametrize('name, lines, message', [
-    *(('a.jsonl', lines, message) for lines, message in (
-        ('{"probs": [0.7, 0.3], "answer": 0}\n{"probs": [1]}', '2: answer, the correct '
-         'option, is missing; --columns=answer=NAME reads another column'),
-        ('\n{"confidence": 0.6, "correct": "no"}',
-         "2: correct must be true or false, 1 or 0, not 'no'"),
-        ('{"confidence": 0.6, "correct": true}\n{"probs": [0.5, 0.5], "answer": 0}',
-         '2: probs, but the task begins with confidence'),
-        ('{"probs": [1.0], "answer": 0, "split": "validation"}', ' no row to score'),
-        ('{"probs": [0.5, 0.5], "answer": 0}\n\n{"probs": [0.9, 0.5], "answer": 0}',
-         '3: probabilities sum to 1.4, not to 1; divide rounded ones by their sum'),
-        ('{"log_probs": [-1, -2], "answer": 1, "n_tokens": [1, 0]}', '1: n_tokens must be'),
-        ('null', '1: not a JSON object: None'),
-        ('{"confidence": 0.5}',
-         '1: correct is missing; --columns=correct=NAME reads another column'),
-        ('{"probs": [1.0', '1: broken JSON: Expecting'), ('\xff', '1: not UTF-8: '),
-        ('', ' the file is empty'), ('\n', ' the file has no rows'),
-        ('{"probs": "tensor([0.7, 0.3])", "answer": 0}',
-         "1: probs is 'tensor([0.7, 0.3])', not a list of numbers such as [0.7, 0.3]"),
-        ('{"probs": [0.7, true], "answer": 0}', '1: probs holds True, which is no number'),
-        ('{"probs": [0.7, 0.3], "answer": "red"}', '1: answer must be the index of the correct '
-         "option, 0 to 1, its letter, from A, or its text in options, not 'red'"),
-        ('{"probs": [0.7, 0.3], "options": ["1", "0"], "answer": "1"}', '1: answer must be the '
-         "index of the correct option, 0 to 1, its letter, from A, or its text in options, not '1'"
-         ', which is 0 or 1'),
-        ('{"probs": [0.7, 0.3], "answer": 0, "label": 0}', '1: the columns answer, label are all '
-         'answer; choose one by --columns=answer=answer'),
-        ('{"answers": ["2.5", "a"], "answer": 2.5}', '1: answers must be texts or whole numbers, '
-         'not 2.5'),
-        ('[{"probs": [0.7], "answer": 0}]', ' row 1: probabilities sum to 0.7, not to 1'))),
-    *(('a.csv', f'confidence,correct\n{row}\n', message) for row, message in (
-        *((f'{x},1', f"2: confidence is '{x}'; wanted a number from 0 to 1, such as 0.8, or 80 %")
-          for x in ('13.4', '0x1', '1e999', '-0.1', '1_0', '0.8.1', '[0.8]')),
-        ('0.5,ja', "2: correct must be true or false, 1 or 0, not 'ja'"),
-        ('0.5,', '2: correct is missing; --columns=correct=NAME reads'),
-        ('0.5,1,2', '2: 3 columns; the header names 2'),
-        ('0.5,K\xf6ln', '2: not UTF-8: invalid start byte at byte 0xf6; save it'))),
-    ('b.csv', 'probs_1,probs_2,answer\n0.4,0.6,1\n', '2: the columns probs_k hold numbers for k = '
-     '1, 2; wanted 0, 1, ... without a gap'),
-    ('b.csv', 'p,correct\n0.5,1\n', '2: no column is named probs, log_probs, confidence, answers '
-     'or probs_0, but p, correct; other names are read by --columns=probs=NAME,answer=NAME '
-     'or --columns=confidence=NAME,correct=NAME'),
-    ('b.csv', f'{",".join(map(str, range(900)))}\n{"1," * 899}1\n', '2: no column is named probs'),
-    ('b.csv', 'confidence,Confidence,correct\n0.5,1,1\n', '2: the columns confidence, Confidence '
-     'are all confidence; choose one by --columns=confidence=confidence'),
-    ('b.csv', '', ' the file is empty'),
-    ('b.csv', 'confidence,correct\n', ' the file has no rows')])
+    *((name, *case) for name, cases in FILES['wrong'].items() for case in cases),
+    *(('a.csv', f'confidence,correct\n{x},1\n',
+       f"2: confidence is '{x}'; wanted a number from 0 to 1, such as 0.8, or 80 %")
+      for x in ('13.4', '0x1', '1e999', '-0.1', '1_0', '0.8.1', '[0.8]')),
+    ('b.csv', f'{",".join(map(str, range(900)))}\n{"1," * 899}1\n', '2: no column is named probs')])
 def test_a_wrong_line_or_cell_is_named_with_what_would_be_right(tmp_path, name, lines, message):
     path = tmp_path / name
     path.write_bytes(lines.encode('latin-1'))
@@ -474,8 +425,7 @@ def test_metrics_of_a_task_are_those_of_our_report_on_its_samples(tmp_path):
               for end in ('low', 'high')]
     lines = [f'  - {{metric: {name}, aggregation: {name}, higher_is_better: false}}\n'
              for name in names if f'{{metric: {name},' not in listed]
-    (tmp_path / 'world.yaml').write_text(
-        TASK.replace('FILE', str(data)) + listed + ''.join(lines))
+    (tmp_path / 'world.yaml').write_text(TASK.replace('FILE', str(data)) + listed + ''.join(lines))
     run = runpy.run_path(str(HARNESS_FILES / 'write.py'))['RUN']
     (tmp_path / 'run.py').write_text(OUR_METRICS + run)
     done = subprocess.run(

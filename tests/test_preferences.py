@@ -119,8 +119,6 @@ def test_a_dict_of_lists_is_a_list_of_answers():
 
 BRIEF, EARLIER = PROMPT[0], [said('user', 'Hi.'), said('assistant', 'Hello.')]
 PAIR = {'chosen': 'Red.', 'rejected': 'Seven.'}
-
-
 LATER = {side: [said('assistant', 'Hello.'), *turns] for side, turns in SIDES.items()}
 
 

@@ -58,8 +58,7 @@ def alpaca_rows():
 
 def real_texts():
     """More than 2,000 texts in 14 scripts: languages of XCOPA, instructions, articles, code."""
-    texts = [json.loads(line)['premise']
-             for language in 'et ht id it qu sw ta th tr vi zh'.split()
+    texts = [json.loads(line)['premise'] for language in 'et ht id it qu sw ta th tr vi zh'.split()
              for line in read(f'xcopa/test.{language}.jsonl').splitlines()[:130]]
     texts += [row['output'] for row in alpaca_rows()[:250]] + wiki_lines()[:200]
     return texts + SHORT_TEXTS + [json.loads(line)['prompt'] for line in read(

@@ -106,11 +106,10 @@ def test_metrics_are_computed_again_if_their_code_changed(capsys):
 def test_intervals_do_not_depend_on_the_number_of_cores(monkeypatch):
     random = np.random.default_rng(0)
     groups = {n: report.Predictions(random.random(n), random.random(n) < 0.5) for n in (50, 2100)}
-    ends = []
+    right = report.measure(groups, 20, 0)[0][2100]['intervals']
     for n_cores in (1, 3, 64):
         monkeypatch.setattr(processes, 'cores', lambda n=n_cores: n)
-        ends.append(report.measure(groups, 20, 0)[0][2100]['intervals'])
-    assert ends[0] == ends[1] == ends[2]
+        assert report.measure(groups, 20, 0)[0][2100]['intervals'] == right
 
 
 @pytest.mark.parametrize('n, has_interval', [(9999, False), (10_000, True)])
@@ -164,8 +163,7 @@ def test_a_single_answer_is_reported_without_a_scaling():
 
 
 def test_conformal_sets_of_a_group_have_the_thresholds_of_all_rows():
-    """Pooled, the coverage is 0.9 by construction; a language that the model knows less has less.
-    """
+    """Pooled, the coverage is 0.9 by construction; a language that is known less has less."""
     random = np.random.default_rng(0)
     rows = []
     for i in range(400):
@@ -264,11 +262,9 @@ def test_latex_escapes_everything():
 def test_the_best_of_each_group_is_marked():
     heading = headings.Heading
     lines = [('run', heading('accuracy', 'MMLU accuracy'), heading('ece'), heading('gap')),
-             ('a', '0.50 ± 0.1', '0.10 [0.05, 0.20]', '0.1'),
-             ('a', '0.60 ± 0.1', '0.10', '0.2'),
+             ('a', '0.50 ± 0.1', '0.10 [0.05, 0.20]', '0.1'), ('a', '0.60 ± 0.1', '0.10', '0.2'),
              ('a', '0.60 ± 0.3', '0.20', '0.3'), ('a', '', 'nan', ''),
-             ('b', '0.01', '0.01', '0.01'),
-             ('c', '0.3', '0.3', ''), ('c', '0.3', '0.4', '')]
+             ('b', '0.01', '0.01', '0.01'), ('c', '0.3', '0.3', ''), ('c', '0.3', '0.4', '')]
     marked = tables.mark_best(lines, [line[0] for line in lines[1:]])
     stars = {(i, j) for i, line in enumerate(marked) for j, cell in enumerate(line)
              if cell.endswith(' *')}

@@ -65,8 +65,7 @@ def test_one_answer_is_greedy_with_its_probabilities(chat_folder, capsys, monkey
         sample.main([f'--model={chat_folder}', '--device=cpu', '--max_tokens=12', *arguments])
         return capsys.readouterr().out
     model, tokenizer = checkpoint.load(chat_folder).eval(), load_tokenizer(chat_folder)
-    ids, stop = sample.encode_prompt([{'role': 'user', 'content': 'What?'}], tokenizer, 'tulu',
-                                     True)
+    ids, stop = sample.encode_prompt([{'role': 'user', 'content': 'What?'}], tokenizer, 'tulu')
     settings, raw = Sampling(max_tokens=12, temperature=0.0), [1, *tokenizer.encode('What')]
     answer, raw = (next(generate(model, [prompt], settings, tokenizer, end))[1][0]
                    for prompt, end in ((ids, stop | {2}), (raw, {2})))

@@ -1,5 +1,4 @@
-"""compare/scaling.py: each scaling finds what was done to the scores, and
-refuses what is no score."""
+"""compare/scaling.py: each scaling finds what was done to the scores, and refuses no scores."""
 
 import math
 import os
@@ -110,8 +109,7 @@ def test_multicalibration_leaves_no_cell_off_and_mends_groups_that_others_hide()
             k, m = right[:n][rows].sum(), rows.sum()
             p = (k + 1) / (m + 2)
             assert abs(k - fitted[:n][rows].sum()) <= 3 * math.sqrt(m * p * (1 - p)) + 1e-9
-    before, after = (metrics.worst_group_ece(x[n:], right[n:], groups[n:, 0])
-                     for x in (c, fitted))
+    before, after = (metrics.worst_group_ece(x[n:], right[n:], groups[n:, 0]) for x in (c, fitted))
     assert before[0] > 0.08 and after[0] < 0.03 and before[1] in (0, 1)
     assert before[0] == max(metrics.ece(c[n:][rows], right[n:][rows])
                             for rows in (groups[n:, 0] == 0, groups[n:, 0] == 1))
@@ -161,24 +159,16 @@ def test_temperature_to_base_is_that_of_least_divergence_where_the_models_agree(
     assert scaling.fit_temperature_to_base(3 * base, base) == pytest.approx(3, rel=1e-9)
 
 
-def scores_of_groups(log_temperatures, n, seed=0):
-    """Return (scores, labels, groups): n rows per group, the labels drawn at its temperature."""
-    rng = np.random.default_rng(seed)
-    groups = np.repeat(np.arange(len(log_temperatures)), n)
-    scores = rng.normal(size=(len(groups), 4)) * 3 - 50
-    scores[::5, 3] = -np.inf
-    at = scores / np.exp(log_temperatures)[groups][:, None]
-    return scores, (at + rng.gumbel(size=at.shape)).argmax(1), groups
-
-
 def test_fits_travel_in_a_file(tmp_path):
-    scores, labels, _ = scores_of_groups(np.log([2.0]), 300)
+    rng = np.random.default_rng(0)
+    scores = rng.normal(size=(300, 4)) * 3 - 50
+    scores[::5, 3] = -np.inf
+    labels = (scores / 2 + rng.gumbel(size=scores.shape)).argmax(1)
     confidence, correct = metrics.top_label(metrics.softmax(scores), labels)
     fits = {'vector': scaling.fit_vector(scores, labels), 'prior': [scaling.fit_prior(scores)],
             'temperature': [scaling.fit_temperature(scores, labels)],
-            **{name: fit(confidence, correct) for name, fit in (
-                ('platt', scaling.fit_platt), ('isotonic', scaling.fit_isotonic))},
-            'histogram': [scaling.fit_histogram(confidence, correct)]}
+            'platt': scaling.fit_platt(confidence, correct), 'isotonic': scaling.fit_isotonic(
+                confidence, correct), 'histogram': [scaling.fit_histogram(confidence, correct)]}
     assert fits.keys() == scaling.SCALINGS.keys()
     path = tmp_path / 'scaling.json'
     scaling.save(path, {'mmlu': fits})

@@ -247,9 +247,8 @@ def test_a_metric_that_is_undefined_in_a_resample():
 
 
 @pytest.mark.parametrize('call, message', [
-    *((lambda level=level: significance.mean_interval([1, 2], level),
-       r'level must be a number in \(0, 1')
-      for level in (1, 0, math.nan)),
+    *((lambda x=x: significance.mean_interval([1, 2], x), r'level must be a number in \(0, 1')
+      for x in (1, 0, math.nan)),
     (lambda: significance.student_t([1]), 'N >= 2'),
     (lambda: stats.paired_bootstrap(metrics.ece, [0.5, 0.6], [0.5], [1, 1]), 'the same rows'),
     (lambda: significance.corrected_rate([1], [1, 0], [1]), 'must be of the same rows'),

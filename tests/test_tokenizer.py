@@ -55,19 +55,16 @@ def strings(n, seed=0):
         for _ in range(n // 10)]
 
 
-BYTE_LEVEL = [pre_tokenizers.ByteLevel(add_prefix_space=False)]
-
-
 def words_by(pattern):
     return [pre_tokenizers.Split(tokenizers.Regex(pattern), 'isolated'),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
 
 
-def train_bpe(folder, steps=BYTE_LEVEL, nfc=False, ignore_merges=False, bos='', special=(),
-              **settings):
+def train_bpe(folder, steps=(), nfc=False, ignore_merges=False, bos='', special=(), **settings):
     """Write tokenizer.json, by the `tokenizers` library, and tokenizer_config.json beside it."""
     tokenizer = tokenizers.Tokenizer(models.BPE(ignore_merges=ignore_merges))
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps) if len(steps) > 1 else steps[0]
+    tokenizer.pre_tokenizer = (pre_tokenizers.Sequence(steps) if steps
+                               else pre_tokenizers.ByteLevel(add_prefix_space=False))
     tokenizer.decoder = decoders.ByteLevel()
     if nfc:
         tokenizer.normalizer = normalizers.NFC()
@@ -433,5 +430,3 @@ def test_generation_stops_at_the_end_of_a_turn(tmp_path):
     assert found.max_new_tokens == 7
     in_transformers(gemma, 'tulu')
     assert not (gemma / 'generation_config.json').exists()
-
-
