@@ -137,6 +137,12 @@ def reference_model(name, folder, **more):
     return reference
 
 
+def small_model(name, folder, device='cpu', dtype=None, **more):
+    """The model of `reference_model`, loaded by us."""
+    reference_model(name, folder, **more)
+    return checkpoint.load(folder, device, dtype)
+
+
 def head_of_32(name):
     """The keys of a model with heads of 32 numbers: FlexAttention wants a power of two."""
     own = ARCHITECTURES[name][0].startswith(('Llama', 'Mistral', 'Ministral', 'Qwen', 'Gemma'))
@@ -357,6 +363,17 @@ def plain_log_probs(model, prompt, answer):
     tokens = torch.tensor([[*prompt, *answer]], device=model.head.device)
     log_p = logits_of(model, tokens)[0, len(prompt) - 1:-1].double().log_softmax(-1)
     return log_p[torch.arange(len(answer)), answer], -(log_p.exp() * log_p).sum(-1)
+
+
+def recorded(monkeypatch, owner, name, record=lambda *arguments, **options: arguments):
+    """Return a list that grows with what `record` makes of each call of a function of `owner`."""
+    calls, function = [], getattr(owner, name)
+
+    def call(*arguments, **options):
+        calls.append(record(*arguments, **options))
+        return function(*arguments, **options)
+    monkeypatch.setattr(owner, name, call)
+    return calls
 
 
 def kernel_variants(module):

@@ -7,13 +7,12 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import NamedTuple
 
 import numpy as np
 import pytest
 import torch
 from common import (expect_step, head_of_32, log_of, off, plain_log_probs, reference_model,
-                    same_weights, sentencepiece_folder, write_rows)
+                    recorded, same_weights, sentencepiece_folder, write_rows)
 
 import align
 import train
@@ -27,7 +26,7 @@ from alignment.prompts import load_prompts, to_prompt
 from alignment.rewards import FunctionReward, load_reward
 from data.packing import pack
 from decoding.answers import Answer
-from runtime import checkpoint
+from runtime import checkpoint, saving
 from runtime.build import build_optimizer
 from runtime.errors import CheckpointError, ConfigError, DataError, TrainingError
 from test_align import run_of
@@ -224,16 +223,8 @@ def test_the_tokenized_brier_score_is_that_of_a_plain_loop(base, tmp_path):
 ANSWERS = [(0,), *itertools.product((1, 2), range(3))]      # token 0 ends an answer
 
 
-class AnswersOf(NamedTuple):
-    """What `objectives.policy_loss` needs of packed_answers.Answers, in float64."""
-    answer: torch.Tensor
-    counts: torch.Tensor
-    sums = Answers.sums
-
-
 def exact_log_probs(logits):
-    """Those of each answer's tokens; logits: [3, 3], of the first token, and after tokens 1 and 2.
-    """
+    """Those of each answer's tokens; logits [3, 3]: of the first token, after token 1, after 2."""
     p = logits.log_softmax(-1)
     return [p[[0, *answer[:-1]], answer] for answer in ANSWERS]
 
@@ -246,6 +237,8 @@ def expected_gradient(cfg, policy, reference, rewards):
     for group in itertools.product(range(len(ANSWERS)), repeat=2):
         counts = np.array([len(ANSWERS[i]) for i in group])
         answer = torch.from_numpy(np.repeat(np.arange(2), counts))
+        answers = Answers.__new__(Answers)      # with what policy_loss needs, in float64
+        answers.answer, answers.counts = answer, torch.from_numpy(counts).double()
         log_p, reference_p = (torch.cat([x[i] for i in group]) for x in (now, then))
         packed = SimpleNamespace(counts=counts, where=np.array([[0, 0], [0, 1]]))
         advantage, _ = credit(packed, rewards[[*group]], log_p.detach().numpy(),
@@ -253,7 +246,7 @@ def expected_gradient(cfg, policy, reference, rewards):
         loss, _, _ = objectives.policy_loss(
             log_p, {'old': log_p.detach(), 'reference': reference_p,
                     'advantage': torch.from_numpy(advantage)},
-            AnswersOf(answer, torch.from_numpy(counts).double()), torch.arange(len(answer)), cfg)
+            answers, torch.arange(len(answer)), cfg)
         weight = torch.from_numpy(RL_METHODS[cfg.method].weight(counts, counts > 0, cfg))
         total += math.prod(probability[i] for i in group) * (loss * weight[answer]).sum()
     return torch.autograd.grad(total, logits)[0]
@@ -297,14 +290,9 @@ def test_later_updates_begin_with_the_log_probabilities_of_the_first(base, tmp_p
     run, model = run_of(cfg)
     _, packed = next(rollouts.batches(run, 0, 1))
     old, _ = objectives.log_probs(model, packed, run)
-    optimizer, train_step, begins = build_optimizer(model, cfg), train.train_step, []
-
-    def observed(model, optimizer, packed, *more):
-        begins.append(packed.old)
-        return train_step(model, optimizer, packed, *more)
-    monkeypatch.setattr(train, 'train_step', observed)
-    assert rollouts.update(
-        model, optimizer, packed, cfg, 'cpu', policy_objective)['mismatch'] < 1e-4
+    begins = recorded(monkeypatch, train, 'train_step', lambda *arguments: arguments[2].old)
+    assert rollouts.update(model, build_optimizer(model, cfg), packed, cfg, 'cpu',
+                           policy_objective)['mismatch'] < 1e-4
     assert begins[0] is None and np.allclose(begins[1], old, rtol=0, atol=1e-5)
 
 
@@ -362,14 +350,13 @@ def test_prompts_with_equal_rewards_are_replaced_as_often_as_is_said(base, tmp_p
     (tmp_path / 'reward.py').write_text(
         'def reward(prompt, answer, row):\n'
         '    return int(prompt.strip(".")[5:]) % 2 and len(answer) % 3\n')
-    sample = rollouts.sample
     for resample, n_calls in ((0, 1), (2, 3)):
-        case, calls = replace(cfg, resample=resample), []
+        case = replace(cfg, resample=resample)
         run, _ = run_of(case)
         run.training, first = np.array([1, 2, 4, 6]), np.array([0, 1, 2, 4])
         with monkeypatch.context() as patch:
-            patch.setattr(rollouts, 'sample', lambda run, chosen, seed, n, calls=calls: (
-                calls.append((list(chosen), seed)) or sample(run, chosen, seed, n)))
+            calls = recorded(patch, rollouts, 'sample', lambda run, chosen, seed, n: (
+                list(chosen), seed))
             chosen, answers, rewards = rollouts.rollout(run, first, 5)
         assert len(calls) == n_calls and first.tolist() == [0, 1, 2, 4]
         assert len({seed for _, seed in calls}) == n_calls
@@ -480,7 +467,7 @@ def test_a_prompt_that_is_twice_in_a_step_gets_other_answers(base, tmp_path):
 def test_a_run_with_other_end_tokens_is_not_resumed(base, tmp_path, monkeypatch):
     shutil.copytree(base, tmp_path / 'base')
     cfg = config(tmp_path / 'base', tmp_path, epochs=2, save_every=1, max_tokens=4)
-    monkeypatch.setattr(train.trained, 'save_weights', lambda *_: 1 / 0)
+    monkeypatch.setattr(saving, 'save_weights', lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         align.align(cfg)
     (tmp_path / 'base' / 'generation_config.json').write_text('{"eos_token_id": [2, 9]}')
@@ -492,8 +479,8 @@ def test_a_run_with_other_end_tokens_is_not_resumed(base, tmp_path, monkeypatch)
 def test_a_run_raises_its_reward_and_scores_held_out_prompts(base, tmp_path, capsys):
     cfg = config(base, tmp_path, n=6, batch_size=4, val_size=2, epochs=12, val_every=6, lr=4e-3,
                  group_size=16, method='dr_grpo', pictures=True)
-    (tmp_path / 'reward.py').write_text('def reward(prompt, answer, row):\n'
-                                        '    return float(len(answer) < 20)\n')
+    (tmp_path / 'reward.py').write_text(
+        'def reward(prompt, answer, row):\n    return float(len(answer) < 20)\n')
     align.align(cfg)
     log = log_of(tmp_path / 'run')
     assert log[-1]['reward'] > log[0]['reward'] + 0.2
@@ -614,11 +601,9 @@ def test_a_reward_imports_modules_beside_it_which_are_part_of_it(tmp_path, monke
     monkeypatch.setattr(sys, 'path', [*sys.path])
     files = {'words_of_digest.py': 'import deep_of_digest as d\n', 'deep_of_digest.py': 'x = 1\n',
              'unused_of_digest.py': '', 'pack_of_digest/__init__.py': '',
-             'pack_of_digest/sister.py': 'x = 2\n',
-             'reward.py': ('import words_of_digest as w\n'
-                           'def reward(prompt, answer, row):\n'
-                           '    from pack_of_digest import sister\n'
-                           '    return w.d.x + sister.x\n')}
+             'pack_of_digest/sister.py': 'x = 2\n', 'reward.py': (
+                 'import words_of_digest as w\ndef reward(prompt, answer, row):\n'
+                 '    from pack_of_digest import sister\n    return w.d.x + sister.x\n')}
     (tmp_path / 'pack_of_digest').mkdir()
     for name, text in files.items():
         (tmp_path / name).write_text(text)
@@ -632,21 +617,21 @@ def test_a_reward_imports_modules_beside_it_which_are_part_of_it(tmp_path, monke
 
 
 @pytest.mark.parametrize('values, message', [
-    ({'method': 'grpo'}, 'need a reward'), ({'reward': 'exact'}, 'and only they'),
-    ({'method': 'ppo', 'reward': 'exact', 'group_size': 1, 'resample': 1}, 'every prompt with'),
-    ({'method': 'grpo', 'reward': 'exact', 'soft_overlong': 999}, 'between 0 and 256'),
-    ({'method': 'ppo', 'reward': 'exact', 'kl_target': 6.0}, "set kl = 'reward'"),
-    ({'method': 'ppo', 'reward': 'exact', 'kl': 'reward', 'kl_target': 6.0, 'batch_size': 10,
-      'kl_horizon': 16}, 'kl_horizon = 16: one step .* = 80 answers could make kl_coef 0'),
-    ({'method': 'grpo', 'reward': 'exact:humaneval'}, 'then allow it with --run_code'),
-    ({'method': 'grpo', 'reward': 'exact'}, "'grpo' generates its answers on one GPU"),
-    ({'method': 'grpo', 'reward': 'exact', 'gae_lambda': 0.9}, "effect with method = 'grpo'"),
-    ({'method': 'grpo', 'reward': 'exact', 'lora_dropout': 0.1}, 'the policy would differ')])
+    ({'reward': AlignConfig.reward}, 'need a reward'), ({'method': 'dpo'}, 'and only they'),
+    ({'method': 'ppo', 'group_size': 1, 'resample': 1}, 'every prompt with'),
+    ({'soft_overlong': 999}, 'between 0 and 256'),
+    ({'method': 'ppo', 'kl_target': 6.0}, "set kl = 'reward'"),
+    ({'method': 'ppo', 'kl': 'reward', 'kl_target': 6.0, 'batch_size': 10, 'kl_horizon': 16},
+     'kl_horizon = 16: one step .* = 80 answers could make kl_coef 0'),
+    ({'reward': 'exact:humaneval'}, 'then allow it with --run_code'),
+    ({}, "'grpo' generates its answers on one GPU"),
+    ({'gae_lambda': 0.9}, "effect with method = 'grpo'"),
+    ({'lora_dropout': 0.1}, 'the policy would differ')])
 def test_settings_of_rewards_without_sense_are_refused(values, message, monkeypatch):
     if 'one GPU' in message:
         monkeypatch.setattr(rollouts, 'world_size', lambda: 2)
     with pytest.raises(ConfigError, match=message):
-        align.check_align_config(AlignConfig(**values))
+        align.check_align_config(AlignConfig(**{'method': 'grpo', 'reward': 'exact'} | values))
 
 
 def test_a_row_without_the_answer_of_the_reward_is_found_before_training(base, tmp_path):
@@ -674,6 +659,6 @@ def test_an_unknown_reward_is_refused_and_an_edited_one_is_another_run(base, tmp
     with pytest.raises(CheckpointError, match='is not a model folder: it has no config.json'):
         load_reward(str(tmp_path), 'cpu', None, 'tulu')
     cfg = config(base, tmp_path)
-    digests = {run_of(cfg)[0].sequences.digest}
+    before = run_of(cfg)[0].sequences.digest
     (tmp_path / 'reward.py').write_text(REWARD + '# edited\n')
-    assert run_of(cfg)[0].sequences.digest not in digests
+    assert run_of(cfg)[0].sequences.digest != before
