@@ -17,9 +17,8 @@ import numpy as np
 import pytest
 import torch
 from common import (HERE, SHARED, WORDS, asking, by_transformers, edit_config, log_probs_after,
-                    logits_of,
-                    lora_model, needs_files, reference_model, refused, results_of, rewrite, tree,
-                    write_rows)
+                    logits_of, lora_model, needs_files, recorded, reference_model, refused,
+                    results_of, rewrite, tree, write_rows)
 
 import evaluate
 import scoring
@@ -29,6 +28,7 @@ from data.questions import load_task
 from data.tokenizer import load_tokenizer
 from data.trees import tokenize_questions
 from compare import runs, significance
+from research.common import read_lines
 from results import report
 from results.samples import DIAGRAM, read_samples
 from bridges import adapter
@@ -47,9 +47,8 @@ def test_questions_can_be_scored_in_the_chat_template(foxes, tmp_path, capsys):
     result = foxes.score('--chat=trained', model=model)['foxes']
     config = results_of(foxes.out)['config']
     assert result['chat'] == config['chat'] == 'mistral_v1' and config['add_bos'] is False
-    assert result['distribution'] == (
-        'mmlu, 0 shots, options scored by letters, log-probabilities per token, '
-        'chat template mistral_v1')
+    assert result['distribution'] == ('mmlu, 0 shots, options scored by letters, log-probabilities '
+                                      'per token, chat template mistral_v1')
     assert result['distribution'] in capsys.readouterr().out
 
 
@@ -93,18 +92,6 @@ def write_words(path, n, word):
                               'choices': ['blue', 'lazy', 'old']} for i in range(n)])
 
 
-@pytest.fixture
-def launched(monkeypatch):
-    """How many trees each forward pass scores."""
-    counts, forward = [], scoring.forward_values
-
-    def counted(model, arrays, scored, **options):
-        counts.append(len({tree for tree, *_ in scored}))
-        return forward(model, arrays, scored, **options)
-    monkeypatch.setattr(scoring, 'forward_values', counted)
-    return counts
-
-
 @pytest.mark.slow
 def test_an_evaluation_with_the_dropout_of_adapters(foxes, tmp_path):
     # what train.py --lora leaves, with logit_temperature: in the config of the run alone
@@ -129,9 +116,8 @@ def test_a_folder_is_refused_as_it_is_and_repaired_by_hand(foxes, tmp_path, monk
     first = foxes.score()['foxes']['pooled']
     whole, lines = tree(foxes.out), (foxes.out / 'samples.jsonl').read_text().splitlines()
     other = write_words(tmp_path / 'other' / 'foxes.jsonl', 10, 'dog')
-    rows = [json.loads(line) for line in foxes.task.open()]
-    write_rows(tmp_path / 'shots' / 'test.jsonl', rows)
-    write_rows(tmp_path / 'shots' / 'dev.jsonl', rows[:1])
+    for split, n in (('test', 5), ('dev', 1)):
+        write_words(tmp_path / 'shots' / f'{split}.jsonl', n, 'fox')
     for name, change in (('broken', lambda tensors: tensors.pop('model.norm.weight')),
                          ('changed', lambda tensors: [x.mul_(1.1) for x in tensors.values()])):
         rewrite(shutil.copytree(foxes.model, tmp_path / name), change)
@@ -243,7 +229,7 @@ def test_a_corrected_answer_counts_in_the_same_folder(foxes, tmp_path):
         return tasks
     write_words(foxes.task, 12, 'fox')
     before = results('same')
-    rows = [json.loads(line) for line in foxes.task.read_text().splitlines()]
+    rows = read_lines(foxes.task)
     write_rows(foxes.task, [row | {'answer': (row['answer'] + 1) % 3} for row in rows])
     corrected = results('same')
     assert corrected == results('new') != before
@@ -272,16 +258,14 @@ def test_a_folder_holds_every_task_scored_there(foxes, tmp_path, monkeypatch, ca
 def test_defaults_are_named_and_other_settings_get_a_folder_of_their_own(foxes, tmp_path, capsys,
                                                                          monkeypatch):
     """A file of questions needs no --shots=0; that --tasks is missing is said before a download."""
-    folder = tmp_path / 'model'
-    shutil.copytree(foxes.model, folder)
+    folder = shutil.copytree(foxes.model, tmp_path / 'model')
     keys = {'model': str(folder), 'tasks': (str(foxes.task),), 'pictures': False, 'n_bootstrap': 0}
-    for more, place in (({}, folder), ({'scoring': 'text'}, folder / 'eval-2'),
-                        ({'header': 'none'}, folder / 'eval-3'),
-                        ({'scoring': 'text'}, folder / 'eval-2'), ({'shots': 0}, folder)):
+    for more, below in (({}, '.'), ({'scoring': 'text'}, 'eval-2'), ({'header': 'none'}, 'eval-3'),
+                        ({'scoring': 'text'}, 'eval-2'), ({'shots': 0}, '.')):
         results, labels, out_dir = evaluate.run(evaluate.EvalConfig(**keys, **more))
-        assert (out_dir, labels) == (place, ['foxes']), more
+        assert (out_dir, labels) == (folder / below, ['foxes']), more
         assert results['config']['shots'] == 0 and results['tasks']['foxes']['shots'] == 0
-        assert ('other settings; these go to' in capsys.readouterr().out) == (place != folder)
+        assert ('other settings; these go to' in capsys.readouterr().out) == (below != '.')
 
 
 @pytest.mark.slow
@@ -314,10 +298,10 @@ def test_files_of_others_are_kept_and_overwrite_renames_the_folder(foxes, tmp_pa
                'model.layers.1.mlp.gate_proj.weight in .* holds NaN'),
     (1e25, 'overflow even in float32: check config')])
 def test_logits_that_are_not_finite_stop_with_the_question_named(value, message, foxes, tmp_path):
-    shutil.copytree(foxes.model, tmp_path / 'model')
-    rewrite(tmp_path / 'model', lambda tensors: [
+    model = shutil.copytree(foxes.model, tmp_path / 'model')
+    rewrite(model, lambda tensors: [
         tensors[f'model.layers.1.mlp.{name}_proj.weight'].fill_(value) for name in ('gate', 'up')])
-    foxes.refuses(message, model=tmp_path / 'model')
+    foxes.refuses(message, model=model)
 
 
 def test_a_run_that_scored_nothing_leaves_the_folder_free(foxes):
@@ -336,10 +320,11 @@ def test_the_validation_split_is_fitted_on_and_neither_scored_nor_shown(scored_f
     for split, n in (('dev', 2), ('test', 28), ('validation', 30)):
         write_words(tmp_path / 'data' / f'{split}.jsonl', n, split)
     # the fits travel to other results
-    (result, p_true), (applied, again) = (scored(
-        scored_folder / 'model', f'mmlu:{tmp_path}/data', tmp_path / out, '--shots=2', '--p_true',
-        option)['tasks'].values() for out, option in (
-            ('out', '--fit_temperature'), ('other', f'--scaling={tmp_path}/out/scaling.json')))
+    keys = scored_folder / 'model', f'mmlu:{tmp_path}/data'
+    from_file = f'--scaling={tmp_path}/out/scaling.json'
+    (result, p_true), (applied, again) = (
+        scored(*keys, tmp_path / out, '--shots=2', '--p_true', option)['tasks'].values()
+        for out, option in (('out', '--fit_temperature'), ('other', from_file)))
     assert again['scaled']['fits'] == p_true['post_hoc']['fits'] != result['post_hoc']['fits']
     assert result['post_hoc']['fitted_on'] == '30 validation questions'
     assert result['pooled']['n'] == 28 and len(result['post_hoc']['temperature']) == 1
@@ -347,8 +332,7 @@ def test_the_validation_split_is_fitted_on_and_neither_scored_nor_shown(scored_f
     assert scaled['temperature']['nll'] == pytest.approx(fitted['temperature']['nll'])
     assert scaled['platt']['ece'] == pytest.approx(fitted['platt']['ece'])
     with refused(tmp_path / 'out', 'would rename .*, and this command reads .*scaling.json;'):
-        scored(scored_folder / 'model', f'mmlu:{tmp_path}/data', tmp_path / 'out', '--shots=2',
-               '--overwrite', f'--scaling={tmp_path}/out/scaling.json')
+        scored(*keys, tmp_path / 'out', '--shots=2', '--overwrite', from_file)
 
 
 def test_the_schema_of_results_is_documented(whole, foxes, tmp_path):
@@ -375,10 +359,9 @@ def test_the_schema_of_results_is_documented(whole, foxes, tmp_path):
     pairs = write_rows(tmp_path / 'pairs.jsonl', [{'chosen': '\n\nHuman: q\n\nAssistant: fox',
                                                    'rejected': '\n\nHuman: q\n\nAssistant: dog'}])
     found = whole[0]
-    tasks = [*found['tasks'].values(), grouped,
-             *foxes.score(f'--tasks=clm:{text}', '--limit=5').values(),
-             *foxes.score(f'--tasks=qa:{asked}', '--n=2', '--max_tokens=4').values(),
-             *foxes.score(f'--tasks=judge:{pairs}').values()]
+    tasks = [*found['tasks'].values(), grouped]
+    for options in (f'clm:{text} --limit=5', f'qa:{asked} --n=2 --max_tokens=4', f'judge:{pairs}'):
+        tasks += foxes.score(*f'--tasks={options}'.split()).values()
     assert found.keys() == of_file and found['schema'] == report.SCHEMA == 1
     assert found['config'].keys() == dataclasses.asdict(evaluate.EvalConfig()).keys()
     # dropout needs adapters, scaled a file
@@ -499,9 +482,8 @@ def test_p_true_and_contextual_calibration_are_those_of_transformers(scored_fold
             yield sum(log_probs_after(reference, prompt, tokens))
 
     for key, sample in [*asked.items()][::25]:
-        shots, rows = ([json.loads(line) for line in open(
-            scored_folder / 'data' / f'{sample["language"]}_{split}.jsonl')]
-            for split in ('dev', 'test'))
+        shots, rows = (read_lines(scored_folder / 'data' / f'{sample["language"]}_{split}.jsonl')
+                       for split in ('dev', 'test'))
         row = next(r for r in rows if r['sample_id'] == sample['id'])
         shots, first = [r for r in shots if r['subject'] == row['subject']][:2], options[key]
         top = np.argmax(np.divide(first['log_probs'], first['n_tokens']))
@@ -519,8 +501,10 @@ def test_p_true_and_contextual_calibration_are_those_of_transformers(scored_fold
 
 
 @pytest.mark.slow
-def test_scoring_resumes_where_it_stopped_also_that_of_derived_tasks(foxes, tmp_path, monkeypatch,
-                                                                     launched):
+def test_scoring_resumes_where_it_stopped_also_that_of_derived_tasks(foxes, tmp_path, monkeypatch):
+    launched = recorded(        # how many trees each forward pass scores
+        monkeypatch, scoring, 'forward_values',
+        lambda model, arrays, scored, **options: len({tree for tree, *_ in scored}))
     words = [*WORDS, 'and', 'the', 'old']
     write_rows(foxes.task, [
         {'question': f'the quick fox {i}?', 'answer': i % 3,

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 import torch
-from common import (asking, head_of_32, logits_of, lora_model, plain_log_probs, reference_model,
-                    write_rows)
+from common import (asking, head_of_32, logits_of, lora_model, plain_log_probs, recorded,
+                    reference_model, small_model, write_rows)
 
 import metrics
 import scoring
@@ -47,8 +47,7 @@ def test_tree_equals_one_sequence_per_option(name, device, tmp_path):
     Without BOS and shots, a row may hold nothing but tokens at position 0 that only one token sees,
     like padding: of a context and options of one token, or where each option has its own context.
     """
-    reference_model(name, tmp_path)
-    model = checkpoint.load(tmp_path, device)
+    model = small_model(name, tmp_path, device)
     model.decoder.attention = 'explicit'  # FlexAttention would compile every shape, for minutes
     one = tree_rows.Tree((), [4], [[1], [2]], [1, 1])
     own_context = tree_rows.Tree((), [], [[5, 6], [7, 8]], [1, 1])
@@ -74,8 +73,7 @@ def test_the_hash_of_a_tree_stays_as_in_folders_that_are_there():
 
 
 def test_deterministic_scores_are_bitwise_equal(tmp_path):
-    reference_model('gemma2', tmp_path)
-    model = checkpoint.load(tmp_path)
+    model = small_model('gemma2', tmp_path)
     trees = random_trees(np.random.default_rng(0))
     alone = [scoring.option_log_probs(model, [tree], deterministic=True)[0] for tree in trees]
     order = np.random.default_rng(1).permutation(len(trees))
@@ -85,11 +83,9 @@ def test_deterministic_scores_are_bitwise_equal(tmp_path):
 
 
 def test_rows_of_many_long_answers_to_a_prompt_have_a_limit(tmp_path, monkeypatch):
-    reference_model('llama', tmp_path)
-    model, rng, lengths = checkpoint.load(tmp_path), np.random.default_rng(0), []
-    forward = scoring.forward_values
-    monkeypatch.setattr(scoring, 'forward_values', lambda model, arrays, *rest, **options: (
-        lengths.append(arrays.shape[-1]) or forward(model, arrays, *rest, **options)))
+    model, rng = small_model('llama', tmp_path), np.random.default_rng(0)
+    lengths = recorded(monkeypatch, scoring, 'forward_values',
+                       lambda model, arrays, *rest, **options: arrays.shape[-1])
     prompts = [rng.integers(0, 211, 9).tolist() for _ in range(2)]
     answers = [[Answer(i, k, rng.integers(0, 211, 700).tolist()) for k in range(n)]
                for i, n in enumerate((14, 2))]
@@ -102,9 +98,7 @@ def test_rows_of_many_long_answers_to_a_prompt_have_a_limit(tmp_path, monkeypatc
 
 
 def test_scored_tokens_of_a_text_equal_the_plain_model(tmp_path):
-    reference_model('llama', tmp_path)
-    model = checkpoint.load(tmp_path)
-    rng = np.random.default_rng(0)
+    model, rng = small_model('llama', tmp_path), np.random.default_rng(0)
     trees = [tree_rows.Tree((), rng.integers(0, 211, n).tolist(), scored=[1, n // 2, n - 1])
              for n in (9, 30, 17)]
     for index, numbers, values in scoring.score(lambda: model, enumerate(trees), 64,
