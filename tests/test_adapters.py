@@ -47,10 +47,9 @@ def adapted(folder, name, settings, dtype=torch.float32):
 def base_model(name, folder):
     """Return a random model of transformers, also one for text and images or T5."""
     if name == 'images':
-        return image_model('Gemma3', 'Gemma3Text', {
-            'vocab_size': 450, 'hidden_size': 32, 'intermediate_size': 40, 'num_hidden_layers': 2,
-            'num_attention_heads': 2, 'num_key_value_heads': 1, 'head_dim': 16,
-            'max_position_embeddings': 64})
+        return image_model('Gemma3', 'Gemma3Text', dict(
+            vocab_size=450, hidden_size=32, intermediate_size=40, num_hidden_layers=2, head_dim=16,
+            num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=64))
     if name == 't5':
         return test_t5.reference(folder, 5, kind='T5', num_layers=2)
     return reference_model(name, folder, vocab_size=450)
