@@ -29,6 +29,7 @@ from decoding.answers import Answer
 from runtime import checkpoint, saving
 from runtime.build import build_optimizer
 from runtime.errors import CheckpointError, ConfigError, DataError, TrainingError
+import test_align
 from test_align import run_of
 
 # ---- Advantages and divisors ---------------------------------------------------------------------
@@ -74,17 +75,13 @@ def reward(prompt, answer, row):
 
 
 def config(base, folder, *, n=4, **values):
-    write_rows(folder / 'prompts.jsonl', [{'prompt': f'Name {i}' + '.' * i} for i in range(n)])
     (folder / 'reward.py').write_text(REWARD)
-    settings = {'method': 'grpo', 'batch_size': n, 'max_length': 64, 'pack_len': 80,
-                'max_tokens': 12, 'group_size': 5, 'truncated': 'score', 'lr': 1e-3,
-                'checkpoint_epochs': False, 'workers': 1, 'pictures': False} | values
+    settings = {'method': 'grpo', 'reward': str(folder / 'reward.py'), 'pack_len': 80,
+                'max_tokens': 12, 'group_size': 5, 'truncated': 'score', 'lr': 1e-3} | values
     if settings.get('kl', 'none') == 'none':        # what has no effect is refused
         settings.pop('kl_coef', None)
-    return AlignConfig(model=str(base), data=str(folder / 'prompts.jsonl'), device='cpu',
-                       reward=str(folder / 'reward.py'), out_dir=str(folder / 'run'),
-                       cache_dir=str(folder / 'cache'), dtype='float32', save_dtype='float32',
-                       **settings)
+    prompts = [{'prompt': f'Name {i}' + '.' * i} for i in range(n)]
+    return test_align.config(base, folder, prompts, **settings)
 
 
 def made_up(rng, G):
@@ -497,6 +494,7 @@ def reward_of(name, answer, row):
 
 
 RATED = '<answer>{}</answer><confidence>{}</confidence>'
+WHY = {'role': 'user', 'content': 'Why?'}
 
 
 @pytest.mark.parametrize('name, answer, target, reward', [
@@ -549,14 +547,13 @@ def test_rewards_of_a_confidence_are_highest_at_the_accuracy_and_those_of_abstai
 @pytest.mark.parametrize('row', [
     {'question': 'Why?', 'prompt': None, 'answer': '3'}, {'problem': 'Why?'},
     {'instruction': 'Why?', 'output': 'x'}, {'prompt': [{'from': 'human', 'value': 'Why?'}]},
-    {'query': 'Why?', 'messages': [{'role': 'user', 'content': 'Why?'},
-                                   {'role': 'assistant', 'content': 'x'}]}])
+    {'query': 'Why?', 'messages': [WHY, {'role': 'assistant', 'content': 'x'}]}])
 def test_each_format_of_prompts_is_read_with_the_context_before_it(row):
-    assert to_prompt(row) == [{'role': 'user', 'content': 'Why?'}]
+    assert to_prompt(row) == [WHY]
     assert to_prompt(row, 'Be brief.') == [{'role': 'user', 'content': 'Why?\n\nBe brief.'}]
     assert to_prompt(row | {'system': 'Be brief.', 'history': [['Hi', 'Yo']]}) == [
         {'role': 'system', 'content': 'Be brief.'}, {'role': 'user', 'content': 'Hi'},
-        {'role': 'assistant', 'content': 'Yo'}, {'role': 'user', 'content': 'Why?'}]
+        {'role': 'assistant', 'content': 'Yo'}, WHY]
     with pytest.raises(DataError, match='"tools" is in no message'):
         to_prompt(row | {'tools': 'f(x)'})
 
@@ -576,8 +573,8 @@ def test_prompts_without_a_usable_row_say_why(tmp_path, tokenizers, raw, message
 @pytest.mark.parametrize('code, message', [
     ('def reward(:\n', 'reward.py:1: SyntaxError'), ('x = 1\n', 'no function reward'),
     ('def reward(p, a, row):\n    b = 1\n    return row["b"]\n', "reward.py:3: KeyError: 'b'"),
-    ('def reward(p, a, row):\n    return "good"\n', "'good' for the prompt 'p'; wanted a number"),
-    ('def reward(p, a, row):\n    return -1e19\n', '1e[+]19 .* between -1e18 and 1e18'),
+    ('def reward(p, a, row): return "good"\n', "'good' for the prompt 'p'; wanted a number"),
+    ('def reward(p, a, row): return -1e19\n', '1e[+]19 .* between -1e18 and 1e18'),
     ('x = "caf\xe9"\n', 'reward.py:1: SyntaxError')])
 def test_an_error_in_a_reward_names_its_file_and_line(code, message, tmp_path):
     path = tmp_path / 'reward.py'
@@ -638,14 +635,14 @@ def test_a_row_without_the_answer_of_the_reward_is_found_before_training(base, t
     cfg = replace(config(base, tmp_path), reward='exact:gsm8k')
     write_rows(Path(cfg.data), [{'question': 'Why?', 'answer': 'So. #### 3'},
                                 {'question': 'Why?', 'answer': '3'}, {'question': 'Why?'}])
-    with pytest.raises(DataError, match=r"prompts.jsonl:2: the answer has no '####'"):
+    with pytest.raises(DataError, match=r"rows.jsonl:2: the answer has no '####'"):
         run_of(cfg)
     run, _ = run_of(replace(cfg, on_bad_row='skip', batch_size=1))
     assert len(run.sequences) == 1
     for row, message in (({'answer': 3}, 'a reference answer is not text but int'),
                          ({'answer': 'x', 'threshold': 1}, '"threshold" must be a .* got 1')):
         write_rows(Path(cfg.data), [{'question': 'Why?'} | row])
-        with pytest.raises(DataError, match=f'prompts.jsonl:1: {message}'):
+        with pytest.raises(DataError, match=f'rows.jsonl:1: {message}'):
             run_of(replace(cfg, reward='abstain'))
 
 

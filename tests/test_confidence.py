@@ -131,11 +131,6 @@ STYLES = [
     (',', '.', 3), ('.', ',', 3), ("'", '.', 3), ('’', ',', 3), ('\u202f', ',', 3), (' ', ',', 3),
     ('\xa0', '.', 3), ('', '.', 3), ('', ',', 3), ('{,}', '.', 3), (r'\,', '.', 3), (',', '.', 2)]
 ZEROS = '0٠۰०০๐０៰𝟎'
-SENTENCES = [
-    '{}', 'It costs {} dollars.', '价格为{}元。', '価格は{}円です', 'ราคา{}บาท', '가격은{}원',
-    'السعر {} ريال', 'मूल्य {} रुपये', 'Цена {} руб.', 'המחיר הוא {} שקלים', 'Preis: {}€', '#### {}',
-    r'\boxed{{{}}}', 'The answer is **{}**.', '<answer>{}</answer>', 'x = {}, so', '({})', '"{}"',
-    '答案是（{}）', '{}，对']
 
 
 def written(value, places, style, zero, sign):
@@ -155,8 +150,8 @@ def written(value, places, style, zero, sign):
     return sign + ''.join(chr(ord(zero) + int(c)) if c in string.digits else c for c in text)
 
 
-@given(st.integers(0, 10 ** 12), st.integers(0, 5), st.sampled_from(STYLES),
-       st.sampled_from(ZEROS), st.sampled_from(['', '-', '−', '–']), st.sampled_from(SENTENCES))
+@given(st.integers(0, 10 ** 12), st.integers(0, 5), *map(st.sampled_from, (
+    STYLES, ZEROS, ['', '-', '−', '–'], CASES['sentences'])))
 def test_a_number_is_read_as_it_is_written_or_not_at_all(value, places, style, zero, sign, form):
     text = written(value, places, style, zero, sign)
     # by the rules of docs/written_answers.md 1.234 has decimals, and 1,234 has none
@@ -276,12 +271,6 @@ def patterns(module):
 for module in (grading, code_tasks, numbers, thinking, confidence, rewards):
     READERS |= patterns(module)
 READERS = {name: read for name, read in READERS.items() if '.JOIN' not in name}     # only matched
-REPEATED = [
-    '<answer>', '<answer></answer><confidence>', '</confidence>', '(', ' ', '7', '7 ', '7,', '7.',
-    '7/', '7:', '7*', '½', '1,234', '\\boxed{', '\\boxed', '{', '}', '$', ',', '\n', '"', "'",
-    '```\n', '```python\n"""\n', 'def f():\n', 'x = (\n', '#### ', '*', 'answer ', 'answer is ',
-    '\\(', '\\frac{', '\\frac{{}', '\\text{ ', '5 cm', '<think>', 'a', 'A.', '日7', 'guess',
-    'probability of ', 'confidence: ', "I don't know ", '%', 'between ', '0 to ', '0<', '{,}']
 
 
 def seconds(read, unit, n):
@@ -294,7 +283,7 @@ def seconds(read, unit, n):
 @pytest.mark.parametrize('n', [1000, pytest.param(10_000, marks=pytest.mark.slow)])
 def test_a_text_that_repeats_itself_is_read_in_linear_time(n):
     times = {(name, unit): seconds(read, unit, n)
-             for name, read in READERS.items() for unit in REPEATED}
+             for name, read in READERS.items() for unit in CASES['repeated']}
     # 50 microseconds per character, and the hundred extractions of begin_of
     assert not {key: round(t, 1) for key, t in times.items() if t > 0.6 + 5e-5 * n}
 

@@ -373,10 +373,10 @@ def test_unusable_prompts_and_settings_are_refused(chat_folder, tmp_path):
             ({'prompt': 'a' * 900}, 'prompt 2 has .* tokens; it may have 1 to 199')):
         with pytest.raises(DataError, match=message):
             run(chat_folder, tmp_path, questions=[QUESTIONS[0], row])
-    for arguments, message in ((['--n=2', '--min_p=2'], 'min_p'),
-                               (['--out=answers.txt'], 'must end in .jsonl'),
-                               (['--n=2', '--temperature=0'], 'n = 2 needs a temperature above 0'),
-                               (['--raw', '--chat=tulu'], '--raw is plain text, and --chat=')):
+    for options, message in (
+            ('--n=2 --min_p=2', 'min_p'), ('--out=answers.txt', 'must end in .jsonl'),
+            ('--n=2 --temperature=0', 'n = 2 needs a temperature above 0'),
+            ('--raw --chat=tulu', '--raw is plain text, and --chat=')):
         with pytest.raises(ConfigError, match=message):
-            run(chat_folder, tmp_path, *arguments)
+            run(chat_folder, tmp_path, *options.split())
     assert not (tmp_path / 'out' / 'answers.jsonl').exists()

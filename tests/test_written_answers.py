@@ -3,12 +3,13 @@
 import json
 import math
 import shutil
+import tomllib
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from common import (asking, log_probs_after, recorded, reference_model, results_of,
+from common import (HERE, asking, log_probs_after, recorded, reference_model, results_of,
                     sentencepiece_folder, write_rows)
 
 import evaluate
@@ -22,6 +23,8 @@ from results.samples import latest_samples, read_samples
 from runtime.errors import ConfigError, DataError
 from written.p_ik_probe import cross_validated
 from written.sandbox import run_program
+
+CASES = tomllib.loads((HERE / 'tests' / 'grading_cases.toml').read_text(encoding='utf-8'))
 
 # ---- Files ---------------------------------------------------------------------------------------
 
@@ -274,16 +277,7 @@ def test_settings_that_do_not_apply_are_refused(asked, tmp_path):
 # ---- Stated probabilities ------------------------------------------------------------------------
 
 @pytest.mark.parametrize('text, lead, outcome', [
-    (' Ann\nProbability: 0.7', 'Guess:', (0.7, True)),
-    (' Bob\nProbability: 70%', 'Guess:', (0.7, False)),
-    ('**Guess:**\nAnn\n\n**Probability:**\n0.9', '', (0.9, True)), ('Ann, 0.7', '', None),
-    ('Guess: Ann, Probability (0.0 to 1.0): 0.8', '', (0.8, True)),
-    ('{"guess": "Ann", "probability": 0.8}', '', (0.8, True)),
-    ('<think>Guess: Bob\nProbability: 0.1</think>\nGuess: Ann\nProbability: 1', '', (1.0, True)),
-    ('<think>Guess: Ann\nProbability: 0.1', '', None),
-    # two stages: the greedy answer is judged
-    (' 0.7', 'Probability:', (0.7, True)), ('**Probability**\n: 0.7', '', (0.7, True)),
-    ('sure', 'Probability:', None)])
+    (text, lead, tuple(outcome) or None) for text, lead, *outcome in CASES['guesses']])
 def test_a_stated_probability_is_of_the_guess_or_of_the_greedy_answer(text, lead, outcome):
     question = written_answers.WrittenQuestion('0', 'Who?', 'Question: Who?\nAnswer:', ['Ann'], '')
     stage = (written_answers.verbalized_2s(question, 'Bob', True)
