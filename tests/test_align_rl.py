@@ -4,6 +4,7 @@ import itertools
 import math
 import shutil
 import sys
+import tomllib
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,7 +12,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from common import (expect_step, head_of_32, log_of, off, plain_log_probs, reference_model,
+from common import (HERE, expect_step, head_of_32, log_of, off, plain_log_probs, reference_model,
                     recorded, same_weights, sentencepiece_folder, write_rows)
 
 import align
@@ -344,9 +345,8 @@ def test_prompts_with_equal_rewards_are_replaced_as_often_as_is_said(base, tmp_p
                                                                         monkeypatch):
     # a prompt of an even number is rewarded alike whatever the answer, others by chance
     cfg = config(base, tmp_path, n=8, batch_size=4, method='dapo', resample=2)
-    (tmp_path / 'reward.py').write_text(
-        'def reward(prompt, answer, row):\n'
-        '    return int(prompt.strip(".")[5:]) % 2 and len(answer) % 3\n')
+    (tmp_path / 'reward.py').write_text('def reward(prompt, answer, row):\n    '
+                                        'return int(prompt.strip(".")[5:]) % 2 and len(answer) % 3')
     for resample, n_calls in ((0, 1), (2, 3)):
         case = replace(cfg, resample=resample)
         run, _ = run_of(case)
@@ -369,13 +369,6 @@ def test_prompts_with_equal_rewards_are_replaced_as_often_as_is_said(base, tmp_p
 
 
 # ---- PPO -----------------------------------------------------------------------------------------
-
-def plain_advantages(rewards, values, discount, lam):
-    """Generalized advantages of one answer, by the sum of the definition."""
-    n, V = len(values), [*values, 0.0]
-    deltas = [rewards[t] + discount * V[t + 1] - V[t] for t in range(n)]
-    return [sum((discount * lam) ** (j - t) * deltas[j] for j in range(t, n)) for t in range(n)]
-
 
 @pytest.mark.parametrize('values', [
     {'kl': 'reward'}, {'kl': 'none'}, {'kl': 'loss', 'discount': 0.9}])
@@ -403,8 +396,11 @@ def test_ppo_is_that_of_plain_loops(base, values, tmp_path):
         if cfg.kl == 'reward':
             rewards -= 0.3 * (old[answer] - reference[answer])
         rewards[-1] += scores[answer]
-        raw[answer] = np.array(plain_advantages(
-            rewards.tolist(), value[answer].tolist(), cfg.discount, 0.95))
+        # generalized advantages, by the sum of the definition
+        n, V = len(rewards), torch.cat([value[answer], torch.zeros(1)]).numpy()
+        deltas = rewards.numpy() + cfg.discount * V[1:] - V[:-1]
+        raw[answer] = np.array([sum((cfg.discount * 0.95) ** (j - t) * deltas[j]
+                                    for j in range(t, n)) for t in range(n)])
     every = np.concatenate([*raw.values()])
     for i, k in where:
         advantages[i, k] = (raw[i, k] - every.mean()) / np.sqrt(every.var(ddof=1) + 1e-8)
@@ -493,38 +489,13 @@ def reward_of(name, answer, row):
     return load_reward(name, 'cpu', None, 'tulu').score('', answer, row)
 
 
+REWARDS = tomllib.loads((HERE / 'tests' / 'rewards.toml').read_text(encoding='utf-8'))
 RATED = '<answer>{}</answer><confidence>{}</confidence>'
 WHY = {'role': 'user', 'content': 'Why?'}
 
 
 @pytest.mark.parametrize('name, answer, target, reward', [
-    ('exact:gsm8k', 'Natalia sold 48/2 = 24.\n#### 72', 'She sold 72.\n#### 72', 1),
-    ('exact:gsm8k', '72, no, 73', '#### 72', 0), ('exact:gsm8k', '', '#### 3', 0),
-    ('exact', 'paris.', ['Lutetia', 'Paris'], 1), ('exact', 'Rome', ['Lutetia', 'Paris'], 0),
-    # format, correctness and the Brier score
-    *(('rlcr:gsm8k', answer, '#### 3', reward) for answer, reward in (
-        (RATED.format(3, 0.8), 0.5 + 0.5 + 0.5 * (1 - 0.04)),
-        ('well\n<answer>It is 3.</answer> so\n<confidence> 1 </confidence>\n', 1.5),
-        (RATED.format(4, 0.8), 0.5 + 0.5 * (1 - 0.64)), (RATED.format(3, 1.2), 0),
-        (RATED.format(3, 'high'), 0), (RATED.format(3, '８０％'), 0.5 + 0.5 + 0.5 * (1 - 0.04)),
-        (RATED.format(3, '0.7 to 0.9'), 0), (RATED.format('2*3=6', 0), 0.5 + 0.5),
-        ('<confidence>1</confidence><answer>3</answer>', 0))),
-    # 2503.02623's code: scores from log(0.001) / 2 to log(0.999), and 0.25 for a right answer
-    *(('log_score:gsm8k', answer, '#### 3', reward) for answer, reward in (
-        (RATED.format(3, 0.8), (math.log(0.8) + 3.453877639491069) / 3.4528771391574855 + 0.25),
-        (RATED.format(4, 0.8), (math.log(0.2) + 3.453877639491069) / 3.4528771391574855),
-        (RATED.format(3, 1), 1.25), (RATED.format(4, 0), 1), ('3', -3),
-        (RATED.format(4, 1), (math.log(0.001) + 3.453877639491069) / 3.4528771391574855))),
-    *(('abstain:gsm8k', answer, '#### 3', reward) for answer, reward in (
-        ('#### 3', 1), ('#### 4', -1), ("Well, I don't know.", 0), ('I do not know', 0),
-        ("I don't know why, but #### 3", 1), ("I don't know why, but #### 4", -1),
-        ("I don't know, it is 4", -1), ('#### 4. I don’t know why', -1),
-        ("I don't know how many of the 16 eggs", 0))),
-    *(('rlcr', RATED.format(form.format(letter), 0.9), letter, 1.495)
-      for letter in 'AB' for form in ('{}', '{}.', '({})', 'The answer is ({})')),
-    *(('abstain_stated:gsm8k', answer, '#### 3', reward) for answer, reward in (
-        (RATED.format(3, 0.8), 0.8), (RATED.format(4, 0.8), 0.8 + math.log(0.2)),
-        (RATED.format(4, 0), 0), (RATED.format(3, 1), 0.999), ('3', 0.999 + math.log(0.001))))])
+    (name, *case) for name, cases in REWARDS.items() for case in cases])
 def test_a_reward_is_that_of_the_rule_of_the_task(name, answer, target, reward):
     assert reward_of(name, answer, {'prompt': '?', 'answer': target}) == pytest.approx(reward)
 

@@ -257,20 +257,14 @@ READERS = {
         rule.extract(text), text, rule) for name in ('qa', 'gsm8k', 'math500')}}
 
 
-def patterns(module):
-    """Return {name: what it finds} of the expressions that a module defines, also in tables."""
-    found = {}
+# and the expressions that modules define, also in tables
+for module in (grading, code_tasks, numbers, thinking, confidence, rewards):
     for name, value in vars(module).items():
         values = value.values() if isinstance(value, dict) else value
         for x in values if isinstance(value, dict | list | tuple) else [value]:
-            if isinstance(pattern := x[0] if isinstance(x, tuple) and x else x, re.Pattern):
-                found[f'{module.__name__}.{name} {pattern.pattern:.20}'] = pattern.findall
-    return found
-
-
-for module in (grading, code_tasks, numbers, thinking, confidence, rewards):
-    READERS |= patterns(module)
-READERS = {name: read for name, read in READERS.items() if '.JOIN' not in name}     # only matched
+            pattern = x[0] if isinstance(x, tuple) and x else x
+            if isinstance(pattern, re.Pattern) and not name.startswith('JOIN'):     # only matched
+                READERS[f'{module.__name__}.{name} {pattern.pattern:.20}'] = pattern.findall
 
 
 def seconds(read, unit, n):

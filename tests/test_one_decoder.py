@@ -160,10 +160,6 @@ def normed(family, x, *size, dtype=None):
     return layer.to(x.device, dtype or x.dtype)(x)
 
 
-def gated(activation, *factors):
-    return models.gate(*factors, activation)
-
-
 WITH_KERNELS = {    # function of (device, dtype) that computes something that has a kernel
     'norm of Llama': lambda **on: normed('llama', random(2, 9, 48, **on), 48),
     'norm of Gemma': lambda **on: normed('gemma', random(7, 130, **on), 130),
@@ -175,9 +171,9 @@ WITH_KERNELS = {    # function of (device, dtype) that computes something that h
         'cohere', 3 + random(2, 9, 3, 20, **on), 3, 20),
     'rotate': lambda **on: rotated(random(2, 9, 3, 20, **on).transpose(1, 2)),
     'rotate by shared angles': lambda **on: rotated(random(3, 2, 9, 8, **on), B=1),
-    'gated by GELU': lambda **on: gated(
-        models.gelu_tanh, 3 * random(5, 4097, **on), random(5, 4097, **on)),
-    'gated by SiLU': lambda **on: gated(F.silu, *random(9, 64, **on).chunk(2, -1)),
+    'gated by GELU': lambda **on: models.gate(
+        3 * random(5, 4097, **on), random(5, 4097, **on), models.gelu_tanh),
+    'gated by SiLU': lambda **on: models.gate(*random(9, 64, **on).chunk(2, -1), F.silu),
 }
 
 

@@ -66,15 +66,13 @@ def test_a_proposed_or_verbalized_answer_continues_the_prompt_of_its_paper(tmp_p
     rows = [{'question': 'Who?', 'answers': ['Ann'], 'language': 'de', 'subject': 'names'}]
     question, = load_written(f'qa:{write_rows(tmp_path / "q.jsonl", rows)}', asking()).items
     assert (question.language, question.subject) == ('de', 'names')
-    for stage, start, end in (
-            (written_answers.verbalized_1s(question),
-             'Provide your best guess and the probability that it is correct (0.0 to',
-             'just the probability!>\n\nThe question is: Who?\n\nGuess:'),
-            (written_answers.verbalized_2s(question, ' Ann\n', True),
-             'Question: Who?\nAnswer: Ann\n\nProvide the probability that your guess',
-             'just the probability!>\n\nProbability:')):
-        text = written_answers.as_text(stage.messages, stage.lead)
-        assert text.startswith(start) and text.endswith(end)
+    one, two = (written_answers.as_text(stage.messages, stage.lead) for stage in (
+        written_answers.verbalized_1s(question),
+        written_answers.verbalized_2s(question, ' Ann\n', True)))
+    assert one.startswith('Provide your best guess and the probability that it is correct (0.0 to')
+    assert one.endswith('just the probability!>\n\nThe question is: Who?\n\nGuess:')
+    assert two.startswith('Question: Who?\nAnswer: Ann\n\nProvide the probability that your guess')
+    assert two.endswith('just the probability!>\n\nProbability:')
     question.context = 'def f():\n    """One."""'
     assert '"""\n    return 1\nIs the' in written_answers.proposed(
         question, '\n    return 1\n', True).context
