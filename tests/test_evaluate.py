@@ -661,39 +661,6 @@ def test_the_list_of_tasks_names_their_files(capsys):
     assert all(f'\n{name}  {task.hub}\n' in printed for name, task in benchmarks.BENCHMARKS.items())
 
 
-HARNESS = """
-import datasets, json, pathlib, sys, torch, transformers, lm_eval.tasks
-from lm_eval.models.huggingface import HFLM
-
-model, data = sys.argv[1], json.load(open(sys.argv[2]))
-
-def load_dataset(path, name=None, **options):
-    return datasets.DatasetDict({split: datasets.Dataset.from_list(rows)
-                                 for split, rows in data[path].items()})
-datasets.load_dataset = load_dataset
-lm = HFLM(transformers.AutoModelForCausalLM.from_pretrained(
-    model, dtype=torch.float32, attn_implementation='eager'),
-          tokenizer=transformers.AutoTokenizer.from_pretrained(model), batch_size=8, device='cpu')
-found, folder = {}, pathlib.Path(lm_eval.tasks.__file__).parent
-# the index of all its tasks would take longer than the rest
-tasks = lm_eval.tasks.TaskManager(include_defaults=False, include_path=[str(folder / x) for x in (
-    'mmlu', 'arc', 'hellaswag', 'xcopa', 'winogrande', 'super_glue', 'truthfulqa',
-    'inverse_scaling', 'gsm8k')])
-chat = {'apply_chat_template': True, 'fewshot_as_multiturn': sys.argv[4] == 'multiturn'}
-lm.generate_until = lambda requests, **_: [''] * len(requests)
-for task in sys.argv[5:]:
-    results = lm_eval.simple_evaluate(
-        lm, tasks=[task], num_fewshot=5 * (task[:4] in ('mmlu', 'gsm8')), log_samples=True,
-        bootstrap_iters=0, task_manager=tasks, **(chat if sys.argv[4] else {}))
-    samples = sorted(results['samples'][task], key=lambda s: s['doc_id'])
-    found[task + ' prompts'] = [[prompt for prompt, _ in s['arguments']] for s in samples]
-    found[task] = [] if task == 'gsm8k' else [
-        [r[0] if isinstance(r[0], float) else r[0][0] for r in s['filtered_resps']]
-        for s in samples]
-json.dump(found, open(sys.argv[3], 'w'))
-"""
-
-
 def rows_of(path, n, keep=lambda line: True):
     """Return n random rows of a real file, or all if n is None."""
     with (gzip.open if path.endswith('.gz') else open)(SHARED / 'datasets' / path, 'rt') as lines:
@@ -769,11 +736,9 @@ def test_log_probs_equal_lm_evaluation_harness(name, file, chat, tmp_path):
                for _, _, hub, rows in tasks.values()}
     content['openai/gsm8k'] = {'train': problems[:1] * 12, 'test': problems}
     (tmp_path / 'data.json').write_text(json.dumps(content))
-    (tmp_path / 'harness.py').write_text(HARNESS)
-    # elsewhere: its package `evaluate` has the name of our file
-    done = subprocess.run([sys.executable, 'harness.py', folder, 'data.json', 'found.json', chat,
-                           *tasks, *['gsm8k'] * bool(chat)],
-                          cwd=tmp_path, capture_output=True, text=True,
+    script = HERE / 'tests' / 'harness_files' / 'score.py'
+    done = subprocess.run([sys.executable, script, folder, 'data.json', 'found.json', chat, *tasks,
+                           *['gsm8k'] * bool(chat)], cwd=tmp_path, capture_output=True, text=True,
                           env={**os.environ, 'HF_DATASETS_OFFLINE': '1', 'HF_HUB_OFFLINE': '1'})
     assert done.returncode == 0, done.stderr[-3000:]
     theirs = json.loads((tmp_path / 'found.json').read_text())

@@ -45,10 +45,7 @@ def test_an_option_not_applicable_is_an_option_unless_it_is_padding(row, task, n
     assert len(parse(row | {'question': 'Q?', 'answer': 'A'}, task)[1]) == n_choices
 
 
-SCORED = [({'input': 'Q?', 'target_scores': {'yes': 1, 'no': 0, 'maybe': 0.5}}, None),
-          ({'question': 'Q?', 'mc1_targets': {'yes': 1, 'no': 0, 'maybe': 0}}, 'truthfulqa_mc1'),
-          ({'question': 'Q?', 'mc1_targets': {'choices': ['yes', 'no', 'maybe'],
-                                              'labels': [1, 0, 0]}}, 'truthfulqa_mc1')]
+SCORED = ROWS['scored']
 
 
 @pytest.mark.parametrize('row, task', SCORED)
@@ -301,11 +298,6 @@ def test_prompts_of_bayesian_lora_are_known(tmp_path, task, file, row, prompts, 
     assert question.answer == answer and question.header.startswith('The following are multiple')
 
 
-# what a question can begin with: words, digits, white space, added tokens, other scripts
-BEGINNINGS = ['Which', '7 foxes', '3.5', ' led', '  two', '\n', '\t x', '"Quote"', '...', '中文',
-              '\u0301x', '١', '<think> x', 'é', "'s", '(1)', ' ' * 9 + '4', 'Å', '\U0001f600']
-
-
 @pytest.mark.parametrize('kind, chat', [
     ('gpt2', 'none'), ('words', 'none'), ('gemma', 'none'), ('gemma', 'tulu'),
     ('mistral', 'tulu'), ('llama3', 'none'), ('llama3', 'tulu')])
@@ -317,7 +309,7 @@ def test_questions_with_any_beginning_have_the_tokens_of_the_whole_text(kind, ch
     tokenizer = tokenizers[kind]
     for header in ('', 'About 7 foxes \n \n'):
         asked = [questions.Question(str(i), f'{beginning} is it?\nAnswer:', [' A', ' 1'], 0, 's',
-                                    header) for i, beginning in enumerate(BEGINNINGS)]
+                                    header) for i, beginning in enumerate(ROWS['beginnings'])]
         shots = {asked[0].group: asked[:2]}
         for question, tree in tokenize_questions(asked, shots, tokenizer, add_bos=False,
                                                  max_length=10 ** 6, chat=chat):
