@@ -366,12 +366,14 @@ def plain_log_probs(model, prompt, answer):
 
 
 def recorded(monkeypatch, owner, name, record=lambda *arguments, **options: arguments):
-    """Return a list that grows with what `record` makes of each call of a function of `owner`."""
+    """Return a list that grows with what `record` makes of each call that succeeds."""
     calls, function = [], getattr(owner, name)
 
     def call(*arguments, **options):
-        calls.append(record(*arguments, **options))
-        return function(*arguments, **options)
+        entry = record(*arguments, **options)
+        value = function(*arguments, **options)
+        calls.append(entry)
+        return value
     monkeypatch.setattr(owner, name, call)
     return calls
 
