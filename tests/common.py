@@ -135,6 +135,12 @@ def reference_model(name, folder, **more):
     return reference
 
 
+def small_model(name, folder, device='cpu', dtype=None, **more):
+    """The model of `reference_model`, loaded by us."""
+    reference_model(name, folder, **more)
+    return checkpoint.load(folder, device, dtype)
+
+
 def head_of_32(name):
     """The keys of a model with heads of 32 numbers: FlexAttention wants a power of two."""
     own = ARCHITECTURES[name][0].startswith(('Llama', 'Mistral', 'Ministral', 'Qwen', 'Gemma'))
@@ -354,6 +360,19 @@ def plain_log_probs(model, prompt, answer):
     tokens = torch.tensor([[*prompt, *answer]], device=model.head.device)
     log_p = logits_of(model, tokens)[0, len(prompt) - 1:-1].double().log_softmax(-1)
     return log_p[torch.arange(len(answer)), answer], -(log_p.exp() * log_p).sum(-1)
+
+
+def recorded(monkeypatch, owner, name, record=lambda *arguments, **options: arguments):
+    """Return a list that grows with what `record` makes of each call that succeeds."""
+    calls, function = [], getattr(owner, name)
+
+    def call(*arguments, **options):
+        entry = record(*arguments, **options)
+        value = function(*arguments, **options)
+        calls.append(entry)
+        return value
+    monkeypatch.setattr(owner, name, call)
+    return calls
 
 
 def kernel_variants(module):

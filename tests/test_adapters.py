@@ -15,26 +15,25 @@ from runtime.errors import CheckpointError
 
 SETTINGS = 'adapter_config.json'
 ALL = 'q_proj k_proj v_proj o_proj gate_proj up_proj down_proj'.split()
-CASES = {
-    'lora': ('llama', {'target_modules': ['q_proj', 'v_proj']}),
-    'rslora': ('llama', {'target_modules': ALL, 'use_rslora': True, 'lora_dropout': 0.1}),
-    'regex': ('gemma2', {'target_modules': r'.*layers\.[02]\..*(q_proj|down_proj)'}),
-    'all_linear': ('mistral', {'target_modules': 'all-linear', 'lora_alpha': 5}),
-    'patterns': ('qwen2', {'target_modules': ALL, 'rank_pattern': {'v_proj': 3},
-                           'alpha_pattern': {r'layers\.1\.self_attn\.q_proj': 40, 'k_proj': 2}}),
-    'head': ('llama', {'target_modules': ['q_proj', 'lm_head'], 'layers_to_transform': [1]}),
-    'neox': ('neox', {'target_modules': ['query_key_value', 'dense_4h_to_h']}),
-    **{f'all_linear_{name}': (name, {'target_modules': 'all-linear'})
-       for name in ('gemma3', 'phi3', 'opt', 'images')}}
+CASES = {       # name: (model, target_modules, other settings)
+    'lora': ('llama', ['q_proj', 'v_proj'], {}),
+    'rslora': ('llama', ALL, {'use_rslora': True, 'lora_dropout': 0.1}),
+    'regex': ('gemma2', r'.*layers\.[02]\..*(q_proj|down_proj)', {}),
+    'all_linear': ('mistral', 'all-linear', {'lora_alpha': 5}),
+    'patterns': ('qwen2', ALL, {'rank_pattern': {'v_proj': 3}, 'alpha_pattern': {
+        r'layers\.1\.self_attn\.q_proj': 40, 'k_proj': 2}}),
+    'head': ('llama', ['q_proj', 'lm_head'], {'layers_to_transform': [1]}),
+    'neox': ('neox', ['query_key_value', 'dense_4h_to_h'], {}),
+    **{f'all_linear_{x}': (x, 'all-linear', {}) for x in ('gemma3', 'phi3', 'opt', 'images')}}
 
 
-def adapted(folder, name, settings, dtype=torch.float32):
+def adapted(folder, name, targets, settings, dtype=torch.float32):
     """Save a random model in base/ and an adapter of it in peft/; return what peft merges."""
     import peft     # takes seconds, so the tests that need it are slow ones
     base = base_model(name, folder / 'base').to(dtype)
     base.save_pretrained(folder / 'base')
     model = peft.get_peft_model(base, peft.LoraConfig(
-        **{'r': 4, 'lora_alpha': 16, 'task_type': 'CAUSAL_LM'} | settings))
+        **{'r': 4, 'lora_alpha': 16, 'task_type': 'CAUSAL_LM'} | settings, target_modules=targets))
     model.peft_config['default'].base_model_name_or_path = str(folder / 'base')
     torch.manual_seed(1)
     for key, p in model.named_parameters():
@@ -47,10 +46,9 @@ def adapted(folder, name, settings, dtype=torch.float32):
 def base_model(name, folder):
     """Return a random model of transformers, also one for text and images or T5."""
     if name == 'images':
-        return image_model('Gemma3', 'Gemma3Text', {
-            'vocab_size': 450, 'hidden_size': 32, 'intermediate_size': 40, 'num_hidden_layers': 2,
-            'num_attention_heads': 2, 'num_key_value_heads': 1, 'head_dim': 16,
-            'max_position_embeddings': 64})
+        return image_model('Gemma3', 'Gemma3Text', dict(
+            vocab_size=450, hidden_size=32, intermediate_size=40, num_hidden_layers=2, head_dim=16,
+            num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=64))
     if name == 't5':
         return test_t5.reference(folder, 5, kind='T5', num_layers=2)
     return reference_model(name, folder, vocab_size=450)
@@ -88,7 +86,7 @@ def test_logits_are_those_of_the_model_that_peft_merges(tmp_path, case):
     ('t5', ['q', 'v', 'wo'], torch.float32, 'SEQ_2_SEQ_LM')])
 def test_merged_weights_are_rounded_as_peft_rounds_them(tmp_path, name, targets, dtype, task):
     """Float32 product, added to the rounded weight, rounded once more: bit for bit."""
-    reference = adapted(tmp_path, name, {'target_modules': targets, 'task_type': task}, dtype)
+    reference = adapted(tmp_path, name, targets, {'task_type': task}, dtype)
     ours = named(checkpoint.load(checkpoint.fetch(str(tmp_path / 'peft')), dtype=dtype))
     theirs = dict(reference.named_parameters())
     assert all(torch.equal(p, theirs[key]) for key, p in ours.items()) and len(ours) > 20

@@ -1,5 +1,6 @@
 """align.py: pairwise losses, trees against separate rows, whole runs."""
 
+import itertools
 import math
 import shutil
 from dataclasses import replace
@@ -84,13 +85,14 @@ ROWS = [
 
 
 def config(base, folder, rows, **values):
-    write_rows(folder / 'pairs.jsonl', rows)
-    return AlignConfig(model=str(base), data=str(folder / 'pairs.jsonl'), device='cpu',
-                       out_dir=str(folder / 'run'), cache_dir=str(folder / 'cache'),
-                       dtype='float32', save_dtype='float32', batch_size=len(rows), max_length=64,
-                       pack_len=96, checkpoint_epochs=False, workers=1,
-                       **({'beta': BETA} if values.get('method', 'dpo') in PAIR_LOSSES else {}),
-                       **{'pictures': False} | values)
+    settings = {'model': str(base), 'data': str(write_rows(folder / 'rows.jsonl', rows)),
+                'out_dir': str(folder / 'run'), 'cache_dir': str(folder / 'cache'), 'workers': 1,
+                'device': 'cpu', 'dtype': 'float32', 'save_dtype': 'float32', 'pictures': False,
+                'batch_size': len(rows), 'max_length': 64, 'pack_len': 96,
+                'checkpoint_epochs': False}
+    if values.get('method', 'dpo') in PAIR_LOSSES:
+        settings['beta'] = BETA
+    return AlignConfig(**settings | values)
 
 
 def run_of(cfg):
@@ -108,12 +110,11 @@ def plain_loss(model, run, cfg, reference):
     for i in range(len(run.sequences)):
         tree, ranks = to_tree(*run.sequences[i])
         s = [plain_log_probs(model, tree.prompt, option)[0].sum() for option in tree.continuations]
-        losses = [PAIR_LOSSES[cfg.method](Pairs(
-            *(x[None] for x in (s[j], s[k])),
-            *(torch.tensor([float(len(tree.continuations[m]))]) for m in (j, k)),
-            *(torch.tensor([float(reference[i][m])]) for m in (j, k))), cfg)
-            for j in range(len(s)) for k in range(len(s)) if ranks[j] < ranks[k]]
-        total = total + torch.cat(losses).mean() / len(run.sequences)
+        n = torch.tensor([float(len(option)) for option in tree.continuations])
+        r = torch.tensor(reference[i])
+        losses = [PAIR_LOSSES[cfg.method](Pairs(s[j], s[k], n[j], n[k], r[j], r[k]), cfg)
+                  for j, k in itertools.permutations(range(len(s)), 2) if ranks[j] < ranks[k]]
+        total = total + torch.stack(losses).mean() / len(run.sequences)
     return total
 
 
@@ -161,8 +162,8 @@ def test_the_reference_is_computed_once_and_belongs_to_model_and_data(base, tmp_
 @pytest.mark.parametrize('method', ['dpo', 'reward'])
 def test_a_run_begins_at_its_reference_and_learns_its_pairs(base, tmp_path, method):
     rows = [{'prompt': f'Name {i}.', 'chosen': 'Yes.', 'rejected': 'No!'} for i in range(10)]
-    cfg = replace(config(base, tmp_path, rows, method=method, epochs=25, lr=1e-2, lora=True,
-                         val_size=4, val_every=10, pictures=True), batch_size=6)
+    cfg = config(base, tmp_path, rows, method=method, epochs=25, lr=1e-2, lora=True,
+                 val_size=4, val_every=10, pictures=True, batch_size=6)
     align.align(cfg)
     first, *_, last = log_of(tmp_path / 'run')
     assert first['loss'] == pytest.approx(math.log(2), abs=1e-4)
@@ -197,8 +198,7 @@ def test_transformers_reads_each_reward_at_the_token_that_ends_the_answer(base, 
     """Single texts and padded batches, with and without the pad token inside a text."""
     transformers = pytest.importorskip('transformers')
     pad, name, content = PADS[case]
-    folder = tmp_path / 'base'
-    shutil.copytree(base, folder)
+    folder = shutil.copytree(base, tmp_path / 'base')
     edit_config(folder, pad_token_id=pad)
     if name:
         (folder / name).write_text(content)
@@ -254,7 +254,7 @@ def test_the_reward_loss_is_that_of_all_pairs_with_a_gradient_for_the_score(base
             r.append((hidden[0, -1].double() * model.score.weight[0].double()).sum())
         m = rows[i].get('margin', 0.0)
         losses = [-torch.nn.functional.logsigmoid(r[j] - r[k] - m) + 0.1 * (r[j] + r[k]) ** 2
-                  for j in range(len(r)) for k in range(len(r)) if ranks[j] < ranks[k]]
+                  for j, k in itertools.permutations(range(len(r)), 2) if ranks[j] < ranks[k]]
         total = total + torch.stack(losses).mean() / len(run.sequences)
     expect_step(model, total)(run.stage.pack(run, np.array([3, 1, 0, 2]), 1), cfg,
                               run.stage.objective)
@@ -267,13 +267,12 @@ def test_the_reward_loss_is_that_of_all_pairs_with_a_gradient_for_the_score(base
     {'method': 'dpo', 'micro_rows': 2}, {'method': 'reward', 'lora': True}],
     ids=['DPO', 'a reward model with LoRA'])
 def test_two_processes_align_as_one(base, values, tmp_path):
-    """The same numbers in each step to rounding, by a reference that the two compute, and weights.
-    """
+    """To rounding: the numbers of each step, a reference that the two compute, and weights."""
     lengths = [3, 17, 8, 1, 12, 5, 9, 2, 14, 6]     # so that the two have answers of other prompts
     rows = ROWS[:2] + [{'prompt': f'Name {i}.', 'chosen': 'Yes. ' * n, 'rejected': 'No! ' * (n % 4)
                         + 'So.'} for i, n in enumerate(lengths)]
-    cfg = replace(config(base, tmp_path, rows, lr=1e-3, epochs=3, val_size=4, val_every=2,
-                         **values), batch_size=5, max_length=160, pack_len=160, pictures=False)
+    cfg = config(base, tmp_path, rows, lr=1e-3, epochs=3, val_size=4, val_every=2, batch_size=5,
+                 max_length=160, pack_len=160, **values)
     reference_of = {}
     for n in (1, 2):
         case = replace(cfg, out_dir=str(tmp_path / str(n)), cache_dir=str(tmp_path / f'cache-{n}'))
@@ -316,13 +315,11 @@ def test_a_setting_that_a_loss_reads_is_not_refused_however_rarely_it_matters(mo
                 align.check_align_config(AlignConfig(**values))
             values['gamma'] = AlignConfig.gamma
         align.check_align_config(AlignConfig(**values))
-    reads = {name: {key for key in ('per_token', 'label_noise', 'gamma')
-                    if align.may_read(loss, key)}
-             for name, loss in align.PAIR_LOSSES.items() if name != 'own'}
-    assert reads.items() >= {
-        'dpo': {'per_token'}, 'cdpo': {'per_token', 'label_noise'}, 'ipo': {'per_token'},
-        'robust': {'per_token', 'label_noise'}, 'hinge': {'per_token'}, 'simpo': {'gamma'},
-        'orpo': set()}.items()
+    for name, keys in {'dpo': {'per_token'}, 'cdpo': {'per_token', 'label_noise'},
+                       'ipo': {'per_token'}, 'robust': {'per_token', 'label_noise'},
+                       'hinge': {'per_token'}, 'simpo': {'gamma'}, 'orpo': set()}.items():
+        assert keys == {key for key in ('per_token', 'label_noise', 'gamma')
+                        if align.may_read(align.PAIR_LOSSES[name], key)}, name
 
 
 @pytest.mark.parametrize('values, message', [

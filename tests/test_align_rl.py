@@ -4,16 +4,16 @@ import itertools
 import math
 import shutil
 import sys
+import tomllib
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import NamedTuple
 
 import numpy as np
 import pytest
 import torch
-from common import (expect_step, head_of_32, log_of, off, plain_log_probs, reference_model,
-                    same_weights, sentencepiece_folder, write_rows)
+from common import (HERE, expect_step, head_of_32, log_of, off, plain_log_probs, reference_model,
+                    recorded, same_weights, sentencepiece_folder, write_rows)
 
 import align
 import train
@@ -27,9 +27,10 @@ from alignment.prompts import load_prompts, to_prompt
 from alignment.rewards import FunctionReward, load_reward
 from data.packing import pack
 from decoding.answers import Answer
-from runtime import checkpoint
+from runtime import checkpoint, saving
 from runtime.build import build_optimizer
 from runtime.errors import CheckpointError, ConfigError, DataError, TrainingError
+import test_align
 from test_align import run_of
 
 # ---- Advantages and divisors ---------------------------------------------------------------------
@@ -75,17 +76,13 @@ def reward(prompt, answer, row):
 
 
 def config(base, folder, *, n=4, **values):
-    write_rows(folder / 'prompts.jsonl', [{'prompt': f'Name {i}' + '.' * i} for i in range(n)])
     (folder / 'reward.py').write_text(REWARD)
-    settings = {'method': 'grpo', 'batch_size': n, 'max_length': 64, 'pack_len': 80,
-                'max_tokens': 12, 'group_size': 5, 'truncated': 'score', 'lr': 1e-3,
-                'checkpoint_epochs': False, 'workers': 1, 'pictures': False} | values
+    settings = {'method': 'grpo', 'reward': str(folder / 'reward.py'), 'pack_len': 80,
+                'max_tokens': 12, 'group_size': 5, 'truncated': 'score', 'lr': 1e-3} | values
     if settings.get('kl', 'none') == 'none':        # what has no effect is refused
         settings.pop('kl_coef', None)
-    return AlignConfig(model=str(base), data=str(folder / 'prompts.jsonl'), device='cpu',
-                       reward=str(folder / 'reward.py'), out_dir=str(folder / 'run'),
-                       cache_dir=str(folder / 'cache'), dtype='float32', save_dtype='float32',
-                       **settings)
+    prompts = [{'prompt': f'Name {i}' + '.' * i} for i in range(n)]
+    return test_align.config(base, folder, prompts, **settings)
 
 
 def made_up(rng, G):
@@ -224,16 +221,8 @@ def test_the_tokenized_brier_score_is_that_of_a_plain_loop(base, tmp_path):
 ANSWERS = [(0,), *itertools.product((1, 2), range(3))]      # token 0 ends an answer
 
 
-class AnswersOf(NamedTuple):
-    """What `objectives.policy_loss` needs of packed_answers.Answers, in float64."""
-    answer: torch.Tensor
-    counts: torch.Tensor
-    sums = Answers.sums
-
-
 def exact_log_probs(logits):
-    """Those of each answer's tokens; logits: [3, 3], of the first token, and after tokens 1 and 2.
-    """
+    """Those of each answer's tokens; logits [3, 3]: of the first token, after token 1, after 2."""
     p = logits.log_softmax(-1)
     return [p[[0, *answer[:-1]], answer] for answer in ANSWERS]
 
@@ -246,6 +235,8 @@ def expected_gradient(cfg, policy, reference, rewards):
     for group in itertools.product(range(len(ANSWERS)), repeat=2):
         counts = np.array([len(ANSWERS[i]) for i in group])
         answer = torch.from_numpy(np.repeat(np.arange(2), counts))
+        answers = Answers.__new__(Answers)      # with what policy_loss needs, in float64
+        answers.answer, answers.counts = answer, torch.from_numpy(counts).double()
         log_p, reference_p = (torch.cat([x[i] for i in group]) for x in (now, then))
         packed = SimpleNamespace(counts=counts, where=np.array([[0, 0], [0, 1]]))
         advantage, _ = credit(packed, rewards[[*group]], log_p.detach().numpy(),
@@ -253,7 +244,7 @@ def expected_gradient(cfg, policy, reference, rewards):
         loss, _, _ = objectives.policy_loss(
             log_p, {'old': log_p.detach(), 'reference': reference_p,
                     'advantage': torch.from_numpy(advantage)},
-            AnswersOf(answer, torch.from_numpy(counts).double()), torch.arange(len(answer)), cfg)
+            answers, torch.arange(len(answer)), cfg)
         weight = torch.from_numpy(RL_METHODS[cfg.method].weight(counts, counts > 0, cfg))
         total += math.prod(probability[i] for i in group) * (loss * weight[answer]).sum()
     return torch.autograd.grad(total, logits)[0]
@@ -297,14 +288,9 @@ def test_later_updates_begin_with_the_log_probabilities_of_the_first(base, tmp_p
     run, model = run_of(cfg)
     _, packed = next(rollouts.batches(run, 0, 1))
     old, _ = objectives.log_probs(model, packed, run)
-    optimizer, train_step, begins = build_optimizer(model, cfg), train.train_step, []
-
-    def observed(model, optimizer, packed, *more):
-        begins.append(packed.old)
-        return train_step(model, optimizer, packed, *more)
-    monkeypatch.setattr(train, 'train_step', observed)
-    assert rollouts.update(
-        model, optimizer, packed, cfg, 'cpu', policy_objective)['mismatch'] < 1e-4
+    begins = recorded(monkeypatch, train, 'train_step', lambda *arguments: arguments[2].old)
+    assert rollouts.update(model, build_optimizer(model, cfg), packed, cfg, 'cpu',
+                           policy_objective)['mismatch'] < 1e-4
     assert begins[0] is None and np.allclose(begins[1], old, rtol=0, atol=1e-5)
 
 
@@ -359,17 +345,15 @@ def test_prompts_with_equal_rewards_are_replaced_as_often_as_is_said(base, tmp_p
                                                                         monkeypatch):
     # a prompt of an even number is rewarded alike whatever the answer, others by chance
     cfg = config(base, tmp_path, n=8, batch_size=4, method='dapo', resample=2)
-    (tmp_path / 'reward.py').write_text(
-        'def reward(prompt, answer, row):\n'
-        '    return int(prompt.strip(".")[5:]) % 2 and len(answer) % 3\n')
-    sample = rollouts.sample
+    (tmp_path / 'reward.py').write_text('def reward(prompt, answer, row):\n    '
+                                        'return int(prompt.strip(".")[5:]) % 2 and len(answer) % 3')
     for resample, n_calls in ((0, 1), (2, 3)):
-        case, calls = replace(cfg, resample=resample), []
+        case = replace(cfg, resample=resample)
         run, _ = run_of(case)
         run.training, first = np.array([1, 2, 4, 6]), np.array([0, 1, 2, 4])
         with monkeypatch.context() as patch:
-            patch.setattr(rollouts, 'sample', lambda run, chosen, seed, n, calls=calls: (
-                calls.append((list(chosen), seed)) or sample(run, chosen, seed, n)))
+            calls = recorded(patch, rollouts, 'sample', lambda run, chosen, seed, n: (
+                list(chosen), seed))
             chosen, answers, rewards = rollouts.rollout(run, first, 5)
         assert len(calls) == n_calls and first.tolist() == [0, 1, 2, 4]
         assert len({seed for _, seed in calls}) == n_calls
@@ -385,13 +369,6 @@ def test_prompts_with_equal_rewards_are_replaced_as_often_as_is_said(base, tmp_p
 
 
 # ---- PPO -----------------------------------------------------------------------------------------
-
-def plain_advantages(rewards, values, discount, lam):
-    """Generalized advantages of one answer, by the sum of the definition."""
-    n, V = len(values), [*values, 0.0]
-    deltas = [rewards[t] + discount * V[t + 1] - V[t] for t in range(n)]
-    return [sum((discount * lam) ** (j - t) * deltas[j] for j in range(t, n)) for t in range(n)]
-
 
 @pytest.mark.parametrize('values', [
     {'kl': 'reward'}, {'kl': 'none'}, {'kl': 'loss', 'discount': 0.9}])
@@ -419,8 +396,11 @@ def test_ppo_is_that_of_plain_loops(base, values, tmp_path):
         if cfg.kl == 'reward':
             rewards -= 0.3 * (old[answer] - reference[answer])
         rewards[-1] += scores[answer]
-        raw[answer] = np.array(plain_advantages(
-            rewards.tolist(), value[answer].tolist(), cfg.discount, 0.95))
+        # generalized advantages, by the sum of the definition
+        n, V = len(rewards), torch.cat([value[answer], torch.zeros(1)]).numpy()
+        deltas = rewards.numpy() + cfg.discount * V[1:] - V[:-1]
+        raw[answer] = np.array([sum((cfg.discount * 0.95) ** (j - t) * deltas[j]
+                                    for j in range(t, n)) for t in range(n)])
     every = np.concatenate([*raw.values()])
     for i, k in where:
         advantages[i, k] = (raw[i, k] - every.mean()) / np.sqrt(every.var(ddof=1) + 1e-8)
@@ -480,7 +460,7 @@ def test_a_prompt_that_is_twice_in_a_step_gets_other_answers(base, tmp_path):
 def test_a_run_with_other_end_tokens_is_not_resumed(base, tmp_path, monkeypatch):
     shutil.copytree(base, tmp_path / 'base')
     cfg = config(tmp_path / 'base', tmp_path, epochs=2, save_every=1, max_tokens=4)
-    monkeypatch.setattr(train.saving, 'save_weights', lambda *_: 1 / 0)
+    monkeypatch.setattr(saving, 'save_weights', lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         align.align(cfg)
     (tmp_path / 'base' / 'generation_config.json').write_text('{"eos_token_id": [2, 9]}')
@@ -492,8 +472,8 @@ def test_a_run_with_other_end_tokens_is_not_resumed(base, tmp_path, monkeypatch)
 def test_a_run_raises_its_reward_and_scores_held_out_prompts(base, tmp_path, capsys):
     cfg = config(base, tmp_path, n=6, batch_size=4, val_size=2, epochs=12, val_every=6, lr=4e-3,
                  group_size=16, method='dr_grpo', pictures=True)
-    (tmp_path / 'reward.py').write_text('def reward(prompt, answer, row):\n'
-                                        '    return float(len(answer) < 20)\n')
+    (tmp_path / 'reward.py').write_text(
+        'def reward(prompt, answer, row):\n    return float(len(answer) < 20)\n')
     align.align(cfg)
     log = log_of(tmp_path / 'run')
     assert log[-1]['reward'] > log[0]['reward'] + 0.2
@@ -509,37 +489,13 @@ def reward_of(name, answer, row):
     return load_reward(name, 'cpu', None, 'tulu').score('', answer, row)
 
 
+REWARDS = tomllib.loads((HERE / 'tests' / 'rewards.toml').read_text(encoding='utf-8'))
 RATED = '<answer>{}</answer><confidence>{}</confidence>'
+WHY = {'role': 'user', 'content': 'Why?'}
 
 
 @pytest.mark.parametrize('name, answer, target, reward', [
-    ('exact:gsm8k', 'Natalia sold 48/2 = 24.\n#### 72', 'She sold 72.\n#### 72', 1),
-    ('exact:gsm8k', '72, no, 73', '#### 72', 0), ('exact:gsm8k', '', '#### 3', 0),
-    ('exact', 'paris.', ['Lutetia', 'Paris'], 1), ('exact', 'Rome', ['Lutetia', 'Paris'], 0),
-    # format, correctness and the Brier score
-    *(('rlcr:gsm8k', answer, '#### 3', reward) for answer, reward in (
-        (RATED.format(3, 0.8), 0.5 + 0.5 + 0.5 * (1 - 0.04)),
-        ('well\n<answer>It is 3.</answer> so\n<confidence> 1 </confidence>\n', 1.5),
-        (RATED.format(4, 0.8), 0.5 + 0.5 * (1 - 0.64)), (RATED.format(3, 1.2), 0),
-        (RATED.format(3, 'high'), 0), (RATED.format(3, '８０％'), 0.5 + 0.5 + 0.5 * (1 - 0.04)),
-        (RATED.format(3, '0.7 to 0.9'), 0), (RATED.format('2*3=6', 0), 0.5 + 0.5),
-        ('<confidence>1</confidence><answer>3</answer>', 0))),
-    # 2503.02623's code: scores from log(0.001) / 2 to log(0.999), and 0.25 for a right answer
-    *(('log_score:gsm8k', answer, '#### 3', reward) for answer, reward in (
-        (RATED.format(3, 0.8), (math.log(0.8) + 3.453877639491069) / 3.4528771391574855 + 0.25),
-        (RATED.format(4, 0.8), (math.log(0.2) + 3.453877639491069) / 3.4528771391574855),
-        (RATED.format(3, 1), 1.25), (RATED.format(4, 0), 1), ('3', -3),
-        (RATED.format(4, 1), (math.log(0.001) + 3.453877639491069) / 3.4528771391574855))),
-    *(('abstain:gsm8k', answer, '#### 3', reward) for answer, reward in (
-        ('#### 3', 1), ('#### 4', -1), ("Well, I don't know.", 0), ('I do not know', 0),
-        ("I don't know why, but #### 3", 1), ("I don't know why, but #### 4", -1),
-        ("I don't know, it is 4", -1), ('#### 4. I don’t know why', -1),
-        ("I don't know how many of the 16 eggs", 0))),
-    *(('rlcr', RATED.format(form.format(letter), 0.9), letter, 1.495)
-      for letter in 'AB' for form in ('{}', '{}.', '({})', 'The answer is ({})')),
-    *(('abstain_stated:gsm8k', answer, '#### 3', reward) for answer, reward in (
-        (RATED.format(3, 0.8), 0.8), (RATED.format(4, 0.8), 0.8 + math.log(0.2)),
-        (RATED.format(4, 0), 0), (RATED.format(3, 1), 0.999), ('3', 0.999 + math.log(0.001))))])
+    (name, *case) for name, cases in REWARDS.items() for case in cases])
 def test_a_reward_is_that_of_the_rule_of_the_task(name, answer, target, reward):
     assert reward_of(name, answer, {'prompt': '?', 'answer': target}) == pytest.approx(reward)
 
@@ -562,14 +518,13 @@ def test_rewards_of_a_confidence_are_highest_at_the_accuracy_and_those_of_abstai
 @pytest.mark.parametrize('row', [
     {'question': 'Why?', 'prompt': None, 'answer': '3'}, {'problem': 'Why?'},
     {'instruction': 'Why?', 'output': 'x'}, {'prompt': [{'from': 'human', 'value': 'Why?'}]},
-    {'query': 'Why?', 'messages': [{'role': 'user', 'content': 'Why?'},
-                                   {'role': 'assistant', 'content': 'x'}]}])
+    {'query': 'Why?', 'messages': [WHY, {'role': 'assistant', 'content': 'x'}]}])
 def test_each_format_of_prompts_is_read_with_the_context_before_it(row):
-    assert to_prompt(row) == [{'role': 'user', 'content': 'Why?'}]
+    assert to_prompt(row) == [WHY]
     assert to_prompt(row, 'Be brief.') == [{'role': 'user', 'content': 'Why?\n\nBe brief.'}]
     assert to_prompt(row | {'system': 'Be brief.', 'history': [['Hi', 'Yo']]}) == [
         {'role': 'system', 'content': 'Be brief.'}, {'role': 'user', 'content': 'Hi'},
-        {'role': 'assistant', 'content': 'Yo'}, {'role': 'user', 'content': 'Why?'}]
+        {'role': 'assistant', 'content': 'Yo'}, WHY]
     with pytest.raises(DataError, match='"tools" is in no message'):
         to_prompt(row | {'tools': 'f(x)'})
 
@@ -589,8 +544,8 @@ def test_prompts_without_a_usable_row_say_why(tmp_path, tokenizers, raw, message
 @pytest.mark.parametrize('code, message', [
     ('def reward(:\n', 'reward.py:1: SyntaxError'), ('x = 1\n', 'no function reward'),
     ('def reward(p, a, row):\n    b = 1\n    return row["b"]\n', "reward.py:3: KeyError: 'b'"),
-    ('def reward(p, a, row):\n    return "good"\n', "'good' for the prompt 'p'; wanted a number"),
-    ('def reward(p, a, row):\n    return -1e19\n', '1e[+]19 .* between -1e18 and 1e18'),
+    ('def reward(p, a, row): return "good"\n', "'good' for the prompt 'p'; wanted a number"),
+    ('def reward(p, a, row): return -1e19\n', '1e[+]19 .* between -1e18 and 1e18'),
     ('x = "caf\xe9"\n', 'reward.py:1: SyntaxError')])
 def test_an_error_in_a_reward_names_its_file_and_line(code, message, tmp_path):
     path = tmp_path / 'reward.py'
@@ -614,11 +569,9 @@ def test_a_reward_imports_modules_beside_it_which_are_part_of_it(tmp_path, monke
     monkeypatch.setattr(sys, 'path', [*sys.path])
     files = {'words_of_digest.py': 'import deep_of_digest as d\n', 'deep_of_digest.py': 'x = 1\n',
              'unused_of_digest.py': '', 'pack_of_digest/__init__.py': '',
-             'pack_of_digest/sister.py': 'x = 2\n',
-             'reward.py': ('import words_of_digest as w\n'
-                           'def reward(prompt, answer, row):\n'
-                           '    from pack_of_digest import sister\n'
-                           '    return w.d.x + sister.x\n')}
+             'pack_of_digest/sister.py': 'x = 2\n', 'reward.py': (
+                 'import words_of_digest as w\ndef reward(prompt, answer, row):\n'
+                 '    from pack_of_digest import sister\n    return w.d.x + sister.x\n')}
     (tmp_path / 'pack_of_digest').mkdir()
     for name, text in files.items():
         (tmp_path / name).write_text(text)
@@ -632,35 +585,35 @@ def test_a_reward_imports_modules_beside_it_which_are_part_of_it(tmp_path, monke
 
 
 @pytest.mark.parametrize('values, message', [
-    ({'method': 'grpo'}, 'need a reward'), ({'reward': 'exact'}, 'and only they'),
-    ({'method': 'ppo', 'reward': 'exact', 'group_size': 1, 'resample': 1}, 'every prompt with'),
-    ({'method': 'grpo', 'reward': 'exact', 'soft_overlong': 999}, 'between 0 and 256'),
-    ({'method': 'ppo', 'reward': 'exact', 'kl_target': 6.0}, "set kl = 'reward'"),
-    ({'method': 'ppo', 'reward': 'exact', 'kl': 'reward', 'kl_target': 6.0, 'batch_size': 10,
-      'kl_horizon': 16}, 'kl_horizon = 16: one step .* = 80 answers could make kl_coef 0'),
-    ({'method': 'grpo', 'reward': 'exact:humaneval'}, 'then allow it with --run_code'),
-    ({'method': 'grpo', 'reward': 'exact'}, "'grpo' generates its answers on one GPU"),
-    ({'method': 'grpo', 'reward': 'exact', 'gae_lambda': 0.9}, "effect with method = 'grpo'"),
-    ({'method': 'grpo', 'reward': 'exact', 'lora_dropout': 0.1}, 'the policy would differ')])
+    ({'reward': AlignConfig.reward}, 'need a reward'), ({'method': 'dpo'}, 'and only they'),
+    ({'method': 'ppo', 'group_size': 1, 'resample': 1}, 'every prompt with'),
+    ({'soft_overlong': 999}, 'between 0 and 256'),
+    ({'method': 'ppo', 'kl_target': 6.0}, "set kl = 'reward'"),
+    ({'method': 'ppo', 'kl': 'reward', 'kl_target': 6.0, 'batch_size': 10, 'kl_horizon': 16},
+     'kl_horizon = 16: one step .* = 80 answers could make kl_coef 0'),
+    ({'reward': 'exact:humaneval'}, 'then allow it with --run_code'),
+    ({}, "'grpo' generates its answers on one GPU"),
+    ({'gae_lambda': 0.9}, "effect with method = 'grpo'"),
+    ({'lora_dropout': 0.1}, 'the policy would differ')])
 def test_settings_of_rewards_without_sense_are_refused(values, message, monkeypatch):
     if 'one GPU' in message:
         monkeypatch.setattr(rollouts, 'world_size', lambda: 2)
     with pytest.raises(ConfigError, match=message):
-        align.check_align_config(AlignConfig(**values))
+        align.check_align_config(AlignConfig(**{'method': 'grpo', 'reward': 'exact'} | values))
 
 
 def test_a_row_without_the_answer_of_the_reward_is_found_before_training(base, tmp_path):
     cfg = replace(config(base, tmp_path), reward='exact:gsm8k')
     write_rows(Path(cfg.data), [{'question': 'Why?', 'answer': 'So. #### 3'},
                                 {'question': 'Why?', 'answer': '3'}, {'question': 'Why?'}])
-    with pytest.raises(DataError, match=r"prompts.jsonl:2: the answer has no '####'"):
+    with pytest.raises(DataError, match=r"rows.jsonl:2: the answer has no '####'"):
         run_of(cfg)
     run, _ = run_of(replace(cfg, on_bad_row='skip', batch_size=1))
     assert len(run.sequences) == 1
     for row, message in (({'answer': 3}, 'a reference answer is not text but int'),
                          ({'answer': 'x', 'threshold': 1}, '"threshold" must be a .* got 1')):
         write_rows(Path(cfg.data), [{'question': 'Why?'} | row])
-        with pytest.raises(DataError, match=f'prompts.jsonl:1: {message}'):
+        with pytest.raises(DataError, match=f'rows.jsonl:1: {message}'):
             run_of(replace(cfg, reward='abstain'))
 
 
@@ -674,6 +627,6 @@ def test_an_unknown_reward_is_refused_and_an_edited_one_is_another_run(base, tmp
     with pytest.raises(CheckpointError, match='is not a model folder: it has no config.json'):
         load_reward(str(tmp_path), 'cpu', None, 'tulu')
     cfg = config(base, tmp_path)
-    digests = {run_of(cfg)[0].sequences.digest}
+    before = run_of(cfg)[0].sequences.digest
     (tmp_path / 'reward.py').write_text(REWARD + '# edited\n')
-    assert run_of(cfg)[0].sequences.digest not in digests
+    assert run_of(cfg)[0].sequences.digest != before

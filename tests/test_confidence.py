@@ -20,13 +20,11 @@ from hypothesis import strategies as st
 from alignment import rewards
 from decoding.answers import Answer
 import metrics
-from written import answer_samples
-from written import code_tasks, grading
+from written import (answer_samples, code_tasks, confidence, grading, numbers, p_ik_probe,
+                     thinking)
 from written.code_tasks import Problem
 from written.p_ik import load_p_ik
 from written.benchmarks import WRITTEN_TASKS, load_written
-from written import confidence, p_ik_probe
-from written import numbers, thinking
 from runtime.errors import DataError
 
 
@@ -111,20 +109,15 @@ def test_the_letter_a_is_an_answer_as_the_others_are(form):
 
 
 @pytest.mark.parametrize('text, answer', [
-    ('18 <confidence>0.9</confidence>', '18'), ('<confidence>90%</confidence>\n18', '18'),
-    ('18\n**Confidence:** 90%', '18'), ('18\nMy confidence is 0.9.', '18'),
-    ('Confidence level: I am 90 % sure.\n18', '18'), ('Confidence: 0.9. Answer: 18', '18'),
-    ('<confidence>0.9 <answer>18</answer>', '18'), ('18 (confidence: 9 out of 10)', '18'),
-    ('<confidence>18</confidence>', None), ('Confidence: 18', None), ('<confidence>18', None)])
+    (text, answer) for answer, texts in (('18', CASES['confident']['right']),
+                                         (None, CASES['confident']['none'])) for text in texts])
 def test_a_stated_confidence_is_no_answer(text, answer):
     for task in ('gsm8k', 'qa', 'math500'):
         assert graded(task, text, '18') == (answer == '18')
         assert WRITTEN_TASKS[task].extract(text) == answer
 
 
-@pytest.mark.parametrize('task, text', [
-    ('qa', 'Sept. 11'), ('qa', 'Capt. Hook'), ('qa', 'Xyzzy. Hook'), ('nq_open', 'No. It is. So'),
-    ('gsm8k_short', "1'200"), ('popqa', 'Gen. Lee'), ('math500', r'\boxed{5}, not \boxed{6}')])
+@pytest.mark.parametrize('task, text', CASES['strict'])
 def test_what_is_right_by_the_strict_rule_is_right(task, text):
     rule = WRITTEN_TASKS[task]
     reference = rule.strict(text)
@@ -138,11 +131,6 @@ STYLES = [
     (',', '.', 3), ('.', ',', 3), ("'", '.', 3), ('’', ',', 3), ('\u202f', ',', 3), (' ', ',', 3),
     ('\xa0', '.', 3), ('', '.', 3), ('', ',', 3), ('{,}', '.', 3), (r'\,', '.', 3), (',', '.', 2)]
 ZEROS = '0٠۰०০๐０៰𝟎'
-SENTENCES = [
-    '{}', 'It costs {} dollars.', '价格为{}元。', '価格は{}円です', 'ราคา{}บาท', '가격은{}원',
-    'السعر {} ريال', 'मूल्य {} रुपये', 'Цена {} руб.', 'המחיר הוא {} שקלים', 'Preis: {}€', '#### {}',
-    r'\boxed{{{}}}', 'The answer is **{}**.', '<answer>{}</answer>', 'x = {}, so', '({})', '"{}"',
-    '答案是（{}）', '{}，对']
 
 
 def written(value, places, style, zero, sign):
@@ -162,8 +150,8 @@ def written(value, places, style, zero, sign):
     return sign + ''.join(chr(ord(zero) + int(c)) if c in string.digits else c for c in text)
 
 
-@given(st.integers(0, 10 ** 12), st.integers(0, 5), st.sampled_from(STYLES),
-       st.sampled_from(ZEROS), st.sampled_from(['', '-', '−', '–']), st.sampled_from(SENTENCES))
+@given(st.integers(0, 10 ** 12), st.integers(0, 5), *map(st.sampled_from, (
+    STYLES, ZEROS, ['', '-', '−', '–'], CASES['sentences'])))
 def test_a_number_is_read_as_it_is_written_or_not_at_all(value, places, style, zero, sign, form):
     text = written(value, places, style, zero, sign)
     # by the rules of docs/written_answers.md 1.234 has decimals, and 1,234 has none
@@ -190,15 +178,7 @@ def test_strict_implies_lenient_and_no_text_has_two_answers(task, pieces):
         assert graded(task, text, stated)
 
 
-@pytest.mark.parametrize('task, text', [
-    ('qa', 'Rome\n</think>Paris'),
-    ('qa', '<think>a</think> Rome <think>b</think> Paris'),
-    ('nq_open', '<THINKING>The answer is Rome</THINKING>Paris'),
-    ('popqa', '[THINK]Rome[/THINK]Paris'),
-    ('qa', '<|begin_of_thought|>Rome<|end_of_thought|>Paris'),
-    ('qa', '<|channel|>analysis<|message|>Rome<|channel|>final<|message|>Paris'),
-    ('gsm8k', '<think>#### 3\n</think>\n#### 4'),
-    ('math500', r'<think>\boxed{3}</think>It is \boxed{4}')])
+@pytest.mark.parametrize('task, text', CASES['thoughts'])
 def test_thoughts_are_no_part_of_an_answer(task, text):
     rule, answer = WRITTEN_TASKS[task], 'Paris' if 'Paris' in text else '4'
     grade = rule.grade(text, [answer])
@@ -237,11 +217,9 @@ def test_agreement_is_the_share_of_the_largest_class(keys, share, correct, greed
 
 def test_confidences_from_the_tokens_of_an_answer():
     sample = sample_of('a')
-    for function, value in ((confidence.greedy_probability, 0.5),
-                            (confidence.length_normalized, 0.5 ** 0.25),
-                            (confidence.mean_token_probability, 0.8),
-                            (confidence.answer_span, 0.9)):
-        assert value_and_grade(function, sample) == (pytest.approx(value), True)
+    for name, value in (('greedy_probability', 0.5), ('length_normalized', 0.5 ** 0.25),
+                        ('mean_token_probability', 0.8), ('answer_span', 0.9)):
+        assert value_and_grade(getattr(confidence, name), sample) == (pytest.approx(value), True)
     assert confidence.class_entropy(sample)[0] is None      # of one sample
     for correct, p in ((True, 0.8), (False, 0.2)):
         sample = confidence.outcome(0.8, correct)
@@ -251,14 +229,7 @@ def test_confidences_from_the_tokens_of_an_answer():
 
 
 @pytest.mark.parametrize('text, value', [
-    ('.8', 0.8), ('80 %', 0.8), ('80/100', 0.8), ('95', None), ('7/0', None), ('-0.5', None),
-    ('1e-3', 0.001), ('0,8', 0.8), ('1.2.3', None), ('0.7, I think', 0.7), ('90-95%', None),
-    ('50/50', None), ('0 < p < 1', None), ('between 0 and 1, so 0.85', 0.85), ('0.7 to 0.9', None),
-    ('on a scale of 0.0-1.0: 0.9', 0.9), ('p of H2O: 0.7', 0.7), ('1 Out of 4', 0.25),
-    ('80%~90%', None), ('８０％～９０％', None), ('80% or 90%', None), ('0.8 ± 0.1', None),
-    ('1 out of every 5', 0.2), ('1 : 3', 0.25), ('3:1', 0.75), ('1:0:3', None), ('0:0', None),
-    ('٪٨٠', 0.8), ('٠٫٨', 0.8), ('百分之80', 0.8), ('８割', 0.8), ('95,5 %', 0.955), ('1‰', 0.001),
-    ('½', 0.5), (r'\frac{4}{5}', 0.8), ('信心为0.8', 0.8), ('0x1', None), ('1e999', None)])
+    (text, value or None) for text, value in CASES['probabilities']])
 def test_stated_probabilities_are_parsed(text, value):
     assert confidence.parse_probability(text) == value
     sample = sample_of('a')
@@ -266,14 +237,6 @@ def test_stated_probabilities_are_parsed(text, value):
     assert value_and_grade(confidence.stated, sample) == (value, True)
     sample['greedy']['text'] += '<think> <confidence>0.3</confidence>'      # not closed
     assert confidence.stated(sample)[0] is None
-
-
-def span_of(text, tokens, decode, log_probs, task='qa'):
-    """Return (span, its log-probability) of an answer whose tokens `decode` turns into text."""
-    answer = Answer(0, 0, tokens, log_probs, text=text)
-    span = answer_samples.span(answer, WRITTEN_TASKS[task],
-                               SimpleNamespace(decode=lambda tokens, start: decode(tokens)))
-    return span['span'], span['span_log_prob']
 
 
 P = Problem('x', 'def f(a):\n    """d"""\n', 'f', 'def check(c):\n    assert c(1)\n')
@@ -294,26 +257,14 @@ READERS = {
         rule.extract(text), text, rule) for name in ('qa', 'gsm8k', 'math500')}}
 
 
-def patterns(module):
-    """Return {name: what it finds} of the expressions that a module defines, also in tables."""
-    found = {}
+# and the expressions that modules define, also in tables
+for module in (grading, code_tasks, numbers, thinking, confidence, rewards):
     for name, value in vars(module).items():
         values = value.values() if isinstance(value, dict) else value
         for x in values if isinstance(value, dict | list | tuple) else [value]:
-            if isinstance(pattern := x[0] if isinstance(x, tuple) and x else x, re.Pattern):
-                found[f'{module.__name__}.{name} {pattern.pattern:.20}'] = pattern.findall
-    return found
-
-
-for module in (grading, code_tasks, numbers, thinking, confidence, rewards):
-    READERS |= patterns(module)
-READERS = {name: read for name, read in READERS.items() if '.JOIN' not in name}     # only matched
-REPEATED = [
-    '<answer>', '<answer></answer><confidence>', '</confidence>', '(', ' ', '7', '7 ', '7,', '7.',
-    '7/', '7:', '7*', '½', '1,234', '\\boxed{', '\\boxed', '{', '}', '$', ',', '\n', '"', "'",
-    '```\n', '```python\n"""\n', 'def f():\n', 'x = (\n', '#### ', '*', 'answer ', 'answer is ',
-    '\\(', '\\frac{', '\\frac{{}', '\\text{ ', '5 cm', '<think>', 'a', 'A.', '日7', 'guess',
-    'probability of ', 'confidence: ', "I don't know ", '%', 'between ', '0 to ', '0<', '{,}']
+            pattern = x[0] if isinstance(x, tuple) and x else x
+            if isinstance(pattern, re.Pattern) and not name.startswith('JOIN'):     # only matched
+                READERS[f'{module.__name__}.{name} {pattern.pattern:.20}'] = pattern.findall
 
 
 def seconds(read, unit, n):
@@ -326,18 +277,12 @@ def seconds(read, unit, n):
 @pytest.mark.parametrize('n', [1000, pytest.param(10_000, marks=pytest.mark.slow)])
 def test_a_text_that_repeats_itself_is_read_in_linear_time(n):
     times = {(name, unit): seconds(read, unit, n)
-             for name, read in READERS.items() for unit in REPEATED}
+             for name, read in READERS.items() for unit in CASES['repeated']}
     # 50 microseconds per character, and the hundred extractions of begin_of
     assert not {key: round(t, 1) for key, t in times.items() if t > 0.6 + 5e-5 * n}
 
 
-@pytest.mark.parametrize('task, text, begin, end', [
-    ('qa', 'Paris. Paris is right.', 0, 5), ('qa', 'Answer: Rome', 8, 12),
-    ('gsm8k', '<think>5, or 6</think> #### 5 and 15', 28, 29),
-    ('gsm8k', r'So 1{,}000 or 1{,}000', 14, 21), ('gsm8k', 'So 5, or 15, or 5', 16, 17),
-    ('qa', 'ß', 0, 1), ('qa', ' 日本\n', 1, 3), ('qa', 'It is café. Yes', 0, 10),
-    ('qa', 'Answer: 東京都', 8, 11), ('qa', 'a日 👩\u200d👧!', 0, 7),
-    ('qa', 'Answer: x\u0301.', 8, 11)])
+@pytest.mark.parametrize('task, text, begin, end', CASES['spans'])
 @pytest.mark.parametrize('size', [1, 2, 5])
 def test_the_span_holds_all_tokens_of_the_characters_that_were_extracted(
         task, text, begin, end, size):
@@ -346,8 +291,10 @@ def test_the_span_holds_all_tokens_of_the_characters_that_were_extracted(
     tokens = [whole[i:i + size] for i in range(0, len(whole), size)]
     log_probs = [-float(2 ** i) for i in range(len(tokens))]
     first, last = len(text[:begin].encode()) // size, (len(text[:end].encode()) - 1) // size
-    assert span_of(text, tokens, lambda x: b''.join(x).decode('utf-8', 'replace'), log_probs,
-                   task) == (text[begin:end], sum(log_probs[first:last + 1]))
+    tokenizer = SimpleNamespace(decode=lambda x, start: b''.join(x).decode('utf-8', 'replace'))
+    assert answer_samples.span(
+        Answer(0, 0, tokens, log_probs, text=text), WRITTEN_TASKS[task], tokenizer) == {
+            'span': text[begin:end], 'span_log_prob': sum(log_probs[first:last + 1])}
 
 
 @pytest.mark.slow
@@ -423,8 +370,8 @@ def test_p_ik_knows_what_the_states_tell_and_no_more():
     rng = np.random.default_rng(1)
     states = np.repeat(rng.normal(size=(60, 100)), 5, 0) + 0.01 * rng.normal(size=(300, 100))
     shares = np.repeat(rng.integers(0, 2, 60), 5).astype(float)
-    for names, low, high in (([*map(str, range(300))], 0.95, 1), (
-            [str(i // 5) for i in range(300)], 0.3, 0.7)):
+    for of_a_group, low, high in ((1, 0.95, 1), (5, 0.3, 0.7)):
+        names = [str(i // of_a_group) for i in range(300)]
         values = p_ik_probe.cross_validated(states, shares, names)
         assert low <= metrics.auroc(values, shares > 0) <= high
 

@@ -17,9 +17,8 @@ import numpy as np
 import pytest
 import torch
 from common import (HERE, SHARED, WORDS, asking, by_transformers, edit_config, log_probs_after,
-                    logits_of,
-                    lora_model, needs_files, reference_model, refused, results_of, rewrite, tree,
-                    write_rows)
+                    logits_of, lora_model, needs_files, recorded, reference_model, refused,
+                    results_of, rewrite, tree, write_rows)
 
 import evaluate
 import scoring
@@ -29,6 +28,7 @@ from data.questions import load_task
 from data.tokenizer import load_tokenizer
 from data.trees import tokenize_questions
 from compare import runs, significance
+from research.common import read_lines
 from results import report
 from results.samples import DIAGRAM, read_samples
 from bridges import adapter
@@ -47,9 +47,8 @@ def test_questions_can_be_scored_in_the_chat_template(foxes, tmp_path, capsys):
     result = foxes.score('--chat=trained', model=model)['foxes']
     config = results_of(foxes.out)['config']
     assert result['chat'] == config['chat'] == 'mistral_v1' and config['add_bos'] is False
-    assert result['distribution'] == (
-        'mmlu, 0 shots, options scored by letters, log-probabilities per token, '
-        'chat template mistral_v1')
+    assert result['distribution'] == ('mmlu, 0 shots, options scored by letters, log-probabilities '
+                                      'per token, chat template mistral_v1')
     assert result['distribution'] in capsys.readouterr().out
 
 
@@ -93,18 +92,6 @@ def write_words(path, n, word):
                               'choices': ['blue', 'lazy', 'old']} for i in range(n)])
 
 
-@pytest.fixture
-def launched(monkeypatch):
-    """How many trees each forward pass scores."""
-    counts, forward = [], scoring.forward_values
-
-    def counted(model, arrays, scored, **options):
-        counts.append(len({tree for tree, *_ in scored}))
-        return forward(model, arrays, scored, **options)
-    monkeypatch.setattr(scoring, 'forward_values', counted)
-    return counts
-
-
 @pytest.mark.slow
 def test_an_evaluation_with_the_dropout_of_adapters(foxes, tmp_path):
     # what train.py --lora leaves, with logit_temperature: in the config of the run alone
@@ -129,9 +116,8 @@ def test_a_folder_is_refused_as_it_is_and_repaired_by_hand(foxes, tmp_path, monk
     first = foxes.score()['foxes']['pooled']
     whole, lines = tree(foxes.out), (foxes.out / 'samples.jsonl').read_text().splitlines()
     other = write_words(tmp_path / 'other' / 'foxes.jsonl', 10, 'dog')
-    rows = [json.loads(line) for line in foxes.task.open()]
-    write_rows(tmp_path / 'shots' / 'test.jsonl', rows)
-    write_rows(tmp_path / 'shots' / 'dev.jsonl', rows[:1])
+    for split, n in (('test', 5), ('dev', 1)):
+        write_words(tmp_path / 'shots' / f'{split}.jsonl', n, 'fox')
     for name, change in (('broken', lambda tensors: tensors.pop('model.norm.weight')),
                          ('changed', lambda tensors: [x.mul_(1.1) for x in tensors.values()])):
         rewrite(shutil.copytree(foxes.model, tmp_path / name), change)
@@ -243,7 +229,7 @@ def test_a_corrected_answer_counts_in_the_same_folder(foxes, tmp_path):
         return tasks
     write_words(foxes.task, 12, 'fox')
     before = results('same')
-    rows = [json.loads(line) for line in foxes.task.read_text().splitlines()]
+    rows = read_lines(foxes.task)
     write_rows(foxes.task, [row | {'answer': (row['answer'] + 1) % 3} for row in rows])
     corrected = results('same')
     assert corrected == results('new') != before
@@ -272,16 +258,14 @@ def test_a_folder_holds_every_task_scored_there(foxes, tmp_path, monkeypatch, ca
 def test_defaults_are_named_and_other_settings_get_a_folder_of_their_own(foxes, tmp_path, capsys,
                                                                          monkeypatch):
     """A file of questions needs no --shots=0; that --tasks is missing is said before a download."""
-    folder = tmp_path / 'model'
-    shutil.copytree(foxes.model, folder)
+    folder = shutil.copytree(foxes.model, tmp_path / 'model')
     keys = {'model': str(folder), 'tasks': (str(foxes.task),), 'pictures': False, 'n_bootstrap': 0}
-    for more, place in (({}, folder), ({'scoring': 'text'}, folder / 'eval-2'),
-                        ({'header': 'none'}, folder / 'eval-3'),
-                        ({'scoring': 'text'}, folder / 'eval-2'), ({'shots': 0}, folder)):
+    for more, below in (({}, '.'), ({'scoring': 'text'}, 'eval-2'), ({'header': 'none'}, 'eval-3'),
+                        ({'scoring': 'text'}, 'eval-2'), ({'shots': 0}, '.')):
         results, labels, out_dir = evaluate.run(evaluate.EvalConfig(**keys, **more))
-        assert (out_dir, labels) == (place, ['foxes']), more
+        assert (out_dir, labels) == (folder / below, ['foxes']), more
         assert results['config']['shots'] == 0 and results['tasks']['foxes']['shots'] == 0
-        assert ('other settings; these go to' in capsys.readouterr().out) == (place != folder)
+        assert ('other settings; these go to' in capsys.readouterr().out) == (below != '.')
 
     def load_tasks(cfg):
         raise DataError(capsys.readouterr().out)
@@ -320,10 +304,10 @@ def test_files_of_others_are_kept_and_overwrite_renames_the_folder(foxes, tmp_pa
                'model.layers.1.mlp.gate_proj.weight in .* holds NaN'),
     (1e25, 'overflow even in float32: check config')])
 def test_logits_that_are_not_finite_stop_with_the_question_named(value, message, foxes, tmp_path):
-    shutil.copytree(foxes.model, tmp_path / 'model')
-    rewrite(tmp_path / 'model', lambda tensors: [
+    model = shutil.copytree(foxes.model, tmp_path / 'model')
+    rewrite(model, lambda tensors: [
         tensors[f'model.layers.1.mlp.{name}_proj.weight'].fill_(value) for name in ('gate', 'up')])
-    foxes.refuses(message, model=tmp_path / 'model')
+    foxes.refuses(message, model=model)
 
 
 def test_a_run_that_scored_nothing_leaves_the_folder_free(foxes):
@@ -342,10 +326,11 @@ def test_the_validation_split_is_fitted_on_and_neither_scored_nor_shown(scored_f
     for split, n in (('dev', 2), ('test', 28), ('validation', 30)):
         write_words(tmp_path / 'data' / f'{split}.jsonl', n, split)
     # the fits travel to other results
-    (result, p_true), (applied, again) = (scored(
-        scored_folder / 'model', f'mmlu:{tmp_path}/data', tmp_path / out, '--shots=2', '--p_true',
-        option)['tasks'].values() for out, option in (
-            ('out', '--fit_temperature'), ('other', f'--scaling={tmp_path}/out/scaling.json')))
+    keys = scored_folder / 'model', f'mmlu:{tmp_path}/data'
+    from_file = f'--scaling={tmp_path}/out/scaling.json'
+    (result, p_true), (applied, again) = (
+        scored(*keys, tmp_path / out, '--shots=2', '--p_true', option)['tasks'].values()
+        for out, option in (('out', '--fit_temperature'), ('other', from_file)))
     assert again['scaled']['fits'] == p_true['post_hoc']['fits'] != result['post_hoc']['fits']
     assert result['post_hoc']['fitted_on'] == '30 validation questions'
     assert result['pooled']['n'] == 28 and len(result['post_hoc']['temperature']) == 1
@@ -353,8 +338,7 @@ def test_the_validation_split_is_fitted_on_and_neither_scored_nor_shown(scored_f
     assert scaled['temperature']['nll'] == pytest.approx(fitted['temperature']['nll'])
     assert scaled['platt']['ece'] == pytest.approx(fitted['platt']['ece'])
     with refused(tmp_path / 'out', 'would rename .*, and this command reads .*scaling.json;'):
-        scored(scored_folder / 'model', f'mmlu:{tmp_path}/data', tmp_path / 'out', '--shots=2',
-               '--overwrite', f'--scaling={tmp_path}/out/scaling.json')
+        scored(*keys, tmp_path / 'out', '--shots=2', '--overwrite', from_file)
 
 
 def test_the_schema_of_results_is_documented(whole, foxes, tmp_path):
@@ -381,10 +365,9 @@ def test_the_schema_of_results_is_documented(whole, foxes, tmp_path):
     pairs = write_rows(tmp_path / 'pairs.jsonl', [{'chosen': '\n\nHuman: q\n\nAssistant: fox',
                                                    'rejected': '\n\nHuman: q\n\nAssistant: dog'}])
     found = whole[0]
-    tasks = [*found['tasks'].values(), grouped,
-             *foxes.score(f'--tasks=clm:{text}', '--limit=5').values(),
-             *foxes.score(f'--tasks=qa:{asked}', '--n=2', '--max_tokens=4').values(),
-             *foxes.score(f'--tasks=judge:{pairs}').values()]
+    tasks = [*found['tasks'].values(), grouped]
+    for options in (f'clm:{text} --limit=5', f'qa:{asked} --n=2 --max_tokens=4', f'judge:{pairs}'):
+        tasks += foxes.score(*f'--tasks={options}'.split()).values()
     assert found.keys() == of_file and found['schema'] == report.SCHEMA == 1
     assert found['config'].keys() == dataclasses.asdict(evaluate.EvalConfig()).keys()
     # dropout needs adapters, scaled a file
@@ -505,9 +488,8 @@ def test_p_true_and_contextual_calibration_are_those_of_transformers(scored_fold
             yield sum(log_probs_after(reference, prompt, tokens))
 
     for key, sample in [*asked.items()][::25]:
-        shots, rows = ([json.loads(line) for line in open(
-            scored_folder / 'data' / f'{sample["language"]}_{split}.jsonl')]
-            for split in ('dev', 'test'))
+        shots, rows = (read_lines(scored_folder / 'data' / f'{sample["language"]}_{split}.jsonl')
+                       for split in ('dev', 'test'))
         row = next(r for r in rows if r['sample_id'] == sample['id'])
         shots, first = [r for r in shots if r['subject'] == row['subject']][:2], options[key]
         top = np.argmax(np.divide(first['log_probs'], first['n_tokens']))
@@ -525,8 +507,10 @@ def test_p_true_and_contextual_calibration_are_those_of_transformers(scored_fold
 
 
 @pytest.mark.slow
-def test_scoring_resumes_where_it_stopped_also_that_of_derived_tasks(foxes, tmp_path, monkeypatch,
-                                                                     launched):
+def test_scoring_resumes_where_it_stopped_also_that_of_derived_tasks(foxes, tmp_path, monkeypatch):
+    launched = recorded(        # how many trees each forward pass scores
+        monkeypatch, scoring, 'forward_values',
+        lambda model, arrays, scored, **options: len({tree for tree, *_ in scored}))
     words = [*WORDS, 'and', 'the', 'old']
     write_rows(foxes.task, [
         {'question': f'the quick fox {i}?', 'answer': i % 3,
@@ -683,39 +667,6 @@ def test_the_list_of_tasks_names_their_files(capsys):
     assert all(f'\n{name}  {task.hub}\n' in printed for name, task in benchmarks.BENCHMARKS.items())
 
 
-HARNESS = """
-import datasets, json, pathlib, sys, torch, transformers, lm_eval.tasks
-from lm_eval.models.huggingface import HFLM
-
-model, data = sys.argv[1], json.load(open(sys.argv[2]))
-
-def load_dataset(path, name=None, **options):
-    return datasets.DatasetDict({split: datasets.Dataset.from_list(rows)
-                                 for split, rows in data[path].items()})
-datasets.load_dataset = load_dataset
-lm = HFLM(transformers.AutoModelForCausalLM.from_pretrained(
-    model, dtype=torch.float32, attn_implementation='eager'),
-          tokenizer=transformers.AutoTokenizer.from_pretrained(model), batch_size=8, device='cpu')
-found, folder = {}, pathlib.Path(lm_eval.tasks.__file__).parent
-# the index of all its tasks would take longer than the rest
-tasks = lm_eval.tasks.TaskManager(include_defaults=False, include_path=[str(folder / x) for x in (
-    'mmlu', 'arc', 'hellaswag', 'xcopa', 'winogrande', 'super_glue', 'truthfulqa',
-    'inverse_scaling', 'gsm8k')])
-chat = {'apply_chat_template': True, 'fewshot_as_multiturn': sys.argv[4] == 'multiturn'}
-lm.generate_until = lambda requests, **_: [''] * len(requests)
-for task in sys.argv[5:]:
-    results = lm_eval.simple_evaluate(
-        lm, tasks=[task], num_fewshot=5 * (task[:4] in ('mmlu', 'gsm8')), log_samples=True,
-        bootstrap_iters=0, task_manager=tasks, **(chat if sys.argv[4] else {}))
-    samples = sorted(results['samples'][task], key=lambda s: s['doc_id'])
-    found[task + ' prompts'] = [[prompt for prompt, _ in s['arguments']] for s in samples]
-    found[task] = [] if task == 'gsm8k' else [
-        [r[0] if isinstance(r[0], float) else r[0][0] for r in s['filtered_resps']]
-        for s in samples]
-json.dump(found, open(sys.argv[3], 'w'))
-"""
-
-
 def rows_of(path, n, keep=lambda line: True):
     """Return n random rows of a real file, or all if n is None."""
     with (gzip.open if path.endswith('.gz') else open)(SHARED / 'datasets' / path, 'rt') as lines:
@@ -791,11 +742,9 @@ def test_log_probs_equal_lm_evaluation_harness(name, file, chat, tmp_path):
                for _, _, hub, rows in tasks.values()}
     content['openai/gsm8k'] = {'train': problems[:1] * 12, 'test': problems}
     (tmp_path / 'data.json').write_text(json.dumps(content))
-    (tmp_path / 'harness.py').write_text(HARNESS)
-    # elsewhere: its package `evaluate` has the name of our file
-    done = subprocess.run([sys.executable, 'harness.py', folder, 'data.json', 'found.json', chat,
-                           *tasks, *['gsm8k'] * bool(chat)],
-                          cwd=tmp_path, capture_output=True, text=True,
+    script = HERE / 'tests' / 'harness_files' / 'score.py'
+    done = subprocess.run([sys.executable, script, folder, 'data.json', 'found.json', chat, *tasks,
+                           *['gsm8k'] * bool(chat)], cwd=tmp_path, capture_output=True, text=True,
                           env={**os.environ, 'HF_DATASETS_OFFLINE': '1', 'HF_HUB_OFFLINE': '1'})
     assert done.returncode == 0, done.stderr[-3000:]
     theirs = json.loads((tmp_path / 'found.json').read_text())

@@ -1,5 +1,6 @@
 """generate.py: cached decoding, drawing, stops, files."""
 
+import copy
 import json
 from dataclasses import replace
 from types import SimpleNamespace
@@ -8,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from common import (ARCHITECTURES, edit_config, head_of_32, kernel_variants, lora_model,
-                    plain_log_probs, reference_model, rewrite, write_rows)
+                    plain_log_probs, recorded, reference_model, rewrite, small_model, write_rows)
 
 import generate as program
 from decoding.cache import Cache, DecodeMask
@@ -116,12 +117,10 @@ def test_the_decode_kernel_equals_the_plain_version(softcap, size, hd, K, group,
     monkeypatch.setattr(kernels, 'SPLIT', split)
     positions = torch.tensor([0, 1, 63, 64, 255, 256, 650], device=device)
     B = len(positions)
-    like = torch.zeros(1, device=device, dtype=dtype)
-    caches = [Cache(B + 3, K, size, hd, like) for _ in range(2)]
-    for name in 'kv':
-        values = torch.randn(B + 3, K, size, hd, device=device)
-        for cache in caches:
-            getattr(cache, name).copy_(values)
+    cache = Cache(B + 3, K, size, hd, torch.zeros(1, device=device, dtype=dtype))
+    for values in (cache.k, cache.v):
+        values.normal_()
+    caches = cache, copy.deepcopy(cache)
     slots = torch.randperm(B + 3, device=device)[:B]
     q, k, v = (torch.randn(B, heads, 1, hd, device=device).to(dtype)
                for heads in (K * group, K, K))
@@ -214,9 +213,7 @@ def test_equal_logits_at_the_edge_are_all_kept():
 
 @pytest.fixture(scope='module')
 def model_of_many_tokens(tmp_path_factory):
-    folder = tmp_path_factory.mktemp('model')
-    reference_model('llama', folder, vocab_size=128_300)
-    return checkpoint.load(folder)
+    return small_model('llama', tmp_path_factory.mktemp('model'), vocab_size=128_300)
 
 
 @pytest.fixture
@@ -258,8 +255,7 @@ def test_an_end_token_belongs_to_the_answer_but_not_to_its_text(speaker, tokeniz
 
 
 def test_a_full_context_ends_an_answer_and_is_named(tmp_path):
-    reference_model('llama', tmp_path, max_position_embeddings=20)
-    model = checkpoint.load(tmp_path)
+    model = small_model('llama', tmp_path, max_position_embeddings=20)
     settings = replace(GREEDY, max_tokens=8)
     answers = dict(generate(model, random_prompts(5, 19, 12, 4), settings))
     assert [(answers[i][0].reason, len(answers[i][0].tokens)) for i in range(3)] == [
@@ -275,8 +271,7 @@ def test_a_full_context_ends_an_answer_and_is_named(tmp_path):
 
 
 def test_less_memory_means_fewer_slots_and_equal_answers(tmp_path):
-    reference_model('mistral_window', tmp_path)
-    model, prompts = checkpoint.load(tmp_path), random_prompts(6, 9, 4, 13, 2, 20)
+    model, prompts = small_model('mistral_window', tmp_path), random_prompts(6, 9, 4, 13, 2, 20)
     settings = Sampling(n=4, max_tokens=10, seed=1)
     # a slot has 3 layers of 7 tokens, for two K/V heads of 12 numbers in float32
     tight = replace(settings, cache_memory=4 * 3 * 7 * 2 * 2 * 12 * 4 / 2 ** 30)
@@ -288,18 +283,14 @@ def test_less_memory_means_fewer_slots_and_equal_answers(tmp_path):
 
 
 def test_answers_to_a_prompt_share_its_computation_and_slots_are_used_again(tmp_path, monkeypatch):
-    reference_model('llama', tmp_path)
-    model, computed, rows = checkpoint.load(tmp_path), [], []
-    real = type(model).forward
-
-    def counted(self, tokens, *rest):
-        (computed if tokens.shape[1] > 1 else rows).append(tokens.numel())
-        return real(self, tokens, *rest)
-    monkeypatch.setattr(type(model), 'forward', counted)
+    model = small_model('llama', tmp_path)
+    shapes = recorded(monkeypatch, type(model), 'forward', lambda self, tokens, *_: tokens.shape)
     common, *rest = random_prompts(7, 30, 4, 6, 5, 3, 7, 8)
     prompts = [common + ids for ids in rest]
     [*generate(model, prompts, Sampling(n=4, max_tokens=6, batch_size=8))]
-    assert sum(computed) == 3 * 30 + sum(map(len, rest))    # three waves of two prompts
+    # three waves of two prompts
+    assert sum(B * T for B, T in shapes if T > 1) == 3 * 30 + sum(map(len, rest))
+    rows = [B for B, T in shapes if T == 1]
     assert max(rows) == 8 and sum(rows) == 5 * 4 * 6        # no row computes after its end
 
 
@@ -311,11 +302,11 @@ QUESTIONS = [{'prompt': 'What?', 'gold': '7'}, {'id': 'b', 'messages': [
 
 
 def run(folder, tmp_path, *arguments, questions=QUESTIONS):
-    write_rows(tmp_path / 'prompts.jsonl', questions)
-    program.main([f'--model={folder}', f'--prompts={tmp_path / "prompts.jsonl"}', '--device=cpu',
-                  f'--out={tmp_path / "out" / "answers.jsonl"}', '--max_tokens=6', *arguments])
-    lines = (tmp_path / 'out' / 'answers.jsonl').read_text().splitlines()
-    return [json.loads(line) for line in lines]
+    prompts, out = tmp_path / 'prompts.jsonl', tmp_path / 'out' / 'answers.jsonl'
+    write_rows(prompts, questions)
+    program.main([f'--model={folder}', f'--prompts={prompts}', '--device=cpu', f'--out={out}',
+                  '--max_tokens=6', *arguments])
+    return [json.loads(line) for line in out.read_text().splitlines()]
 
 
 def test_the_tokens_of_three_files_end_an_answer(chat_folder, tmp_path):
@@ -382,10 +373,10 @@ def test_unusable_prompts_and_settings_are_refused(chat_folder, tmp_path):
             ({'prompt': 'a' * 900}, 'prompt 2 has .* tokens; it may have 1 to 199')):
         with pytest.raises(DataError, match=message):
             run(chat_folder, tmp_path, questions=[QUESTIONS[0], row])
-    for arguments, message in ((['--n=2', '--min_p=2'], 'min_p'),
-                               (['--out=answers.txt'], 'must end in .jsonl'),
-                               (['--n=2', '--temperature=0'], 'n = 2 needs a temperature above 0'),
-                               (['--raw', '--chat=tulu'], '--raw is plain text, and --chat=')):
+    for options, message in (
+            ('--n=2 --min_p=2', 'min_p'), ('--out=answers.txt', 'must end in .jsonl'),
+            ('--n=2 --temperature=0', 'n = 2 needs a temperature above 0'),
+            ('--raw --chat=tulu', '--raw is plain text, and --chat=')):
         with pytest.raises(ConfigError, match=message):
-            run(chat_folder, tmp_path, *arguments)
+            run(chat_folder, tmp_path, *options.split())
     assert not (tmp_path / 'out' / 'answers.jsonl').exists()

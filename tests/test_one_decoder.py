@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch._dynamo.testing
 import torch.nn.functional as F
-from common import HERE, documents, head_of_32, plain_log_probs, reference_model, uninstall
+from common import HERE, documents, head_of_32, plain_log_probs, small_model, uninstall
 from safetensors.torch import load_model, save_model
 
 import attention
@@ -19,7 +19,6 @@ import scoring
 import generate
 import train
 from data import packing, tree_rows
-from runtime import checkpoint
 from decoding.sampling import Sampling
 from speed import install, kernels
 
@@ -107,8 +106,8 @@ def plain(model, drawn):
 
     def log_probs(ids, start):
         return plain_log_probs(model, ids[:start], ids[start:])[0].detach().cpu().numpy()
-    return {'training': -np.mean(np.concatenate([
-                log_probs(ids, 1)[loss_mask[1:] == 1] for ids, loss_mask in TEXTS])),
+    trained = [log_probs(ids, 1)[loss_mask[1:] == 1] for ids, loss_mask in TEXTS]
+    return {'training': -np.mean(np.concatenate(trained)),
             'evaluation': [log_probs(ids, START).sum() for ids in TREES[0].sequences],
             'sampling': log_probs(PROMPT + drawn, len(PROMPT))}
 
@@ -121,8 +120,8 @@ def test_an_edit_moves_training_evaluation_and_sampling_alike(what, name, device
                                                               calls_of_kernels, tmp_path, capsys):
     # Cohere's usual scale of the logits is so small that their rounding would hide an edit
     own = {'logit_scale': 1.0, 'intermediate_size': 64} if name == 'cohere' else {}
-    reference_model(name, tmp_path, num_hidden_layers=2, **head_of_32(name), **own)
-    model = checkpoint.load(tmp_path, device, torch.float32 if device == 'cpu' else torch.bfloat16)
+    model = small_model(name, tmp_path, device, torch.float32 if device == 'cpu' else
+                        torch.bfloat16, num_hidden_layers=2, **head_of_32(name), **own)
     if device == 'cpu':     # where the interpreter takes half a second for the products of a token
         monkeypatch.setattr(kernels, 'gemv_kernel', F.linear)
     with monkeypatch.context() as patch:
@@ -161,10 +160,6 @@ def normed(family, x, *size, dtype=None):
     return layer.to(x.device, dtype or x.dtype)(x)
 
 
-def gated(activation, *factors):
-    return models.gate(*factors, activation)
-
-
 WITH_KERNELS = {    # function of (device, dtype) that computes something that has a kernel
     'norm of Llama': lambda **on: normed('llama', random(2, 9, 48, **on), 48),
     'norm of Gemma': lambda **on: normed('gemma', random(7, 130, **on), 130),
@@ -176,9 +171,9 @@ WITH_KERNELS = {    # function of (device, dtype) that computes something that h
         'cohere', 3 + random(2, 9, 3, 20, **on), 3, 20),
     'rotate': lambda **on: rotated(random(2, 9, 3, 20, **on).transpose(1, 2)),
     'rotate by shared angles': lambda **on: rotated(random(3, 2, 9, 8, **on), B=1),
-    'gated by GELU': lambda **on: gated(
-        models.gelu_tanh, 3 * random(5, 4097, **on), random(5, 4097, **on)),
-    'gated by SiLU': lambda **on: gated(F.silu, *random(9, 64, **on).chunk(2, -1)),
+    'gated by GELU': lambda **on: models.gate(
+        3 * random(5, 4097, **on), random(5, 4097, **on), models.gelu_tanh),
+    'gated by SiLU': lambda **on: models.gate(*random(9, 64, **on).chunk(2, -1), F.silu),
 }
 
 
@@ -213,9 +208,8 @@ CHANGES = {     # function of (MLP, monkeypatch) that changes what its layers co
 @pytest.mark.parametrize('change', CHANGES)
 def test_changed_layers_compute_the_same_with_kernels(change, device, monkeypatch,
                                                       calls_of_kernels, tmp_path):
-    reference_model('llama', tmp_path)
     dtype = torch.float32 if device == 'cpu' else torch.bfloat16
-    mlp = checkpoint.load(tmp_path, device, dtype).decoder.layers[0].mlp
+    mlp = small_model('llama', tmp_path, device, dtype).decoder.layers[0].mlp
     inputs = [random(*shape, 48, device=device, dtype=dtype) for shape in ((2, 9), (1, 1))]
     before = [mlp(x) for x in inputs]
     CHANGES[change](mlp, monkeypatch)
@@ -229,8 +223,7 @@ def test_changed_layers_compute_the_same_with_kernels(change, device, monkeypatc
 
 
 def test_adjoined_weights_are_saved_as_others(device, tmp_path):
-    reference_model('qwen2', tmp_path)
-    model, other = (checkpoint.load(tmp_path, device, torch.float32) for _ in range(2))
+    model, other = (small_model('qwen2', tmp_path, device, torch.float32) for _ in range(2))
     weight = model.decoder.layers[0].self_attn.k_proj.weight
     state = model.state_dict()
     state['model.layers.0.self_attn.k_proj.weight'].add_(1)     # it is the weight, no copy
@@ -269,14 +262,14 @@ def test_a_kernel_that_an_edit_left_behind_is_not_used(name, what, device, monke
 @pytest.mark.slow
 def test_kernels_score_a_question_bitwise_the_same_in_any_batch_and_one_constant_turns_them_off(
         device, tmp_path, monkeypatch, calls_of_kernels):
-    reference_model('gemma2', tmp_path, num_hidden_layers=1, num_attention_heads=2,
-                    num_key_value_heads=1, **head_of_32('gemma2'))
+    shape = {'num_hidden_layers': 1, 'num_attention_heads': 2, 'num_key_value_heads': 1}
     if device == 'cpu':
         monkeypatch.setattr(kernels, 'gemv_kernel', F.linear)
     for kind, expected in (('auto', {'tree_kernel', 'decode_kernel'}), ('explicit', set())):
         monkeypatch.setattr(models, 'IMPLEMENTATION', kind)
         calls_of_kernels.clear()
-        model = checkpoint.load(tmp_path, device, torch.bfloat16)
+        model = small_model('gemma2', tmp_path, device, torch.bfloat16, **shape,
+                            **head_of_32('gemma2'))
         # of 128 tokens if deterministic, for which the interpreter takes seconds
         alone, = scoring.option_log_probs(model, TREES[:1], pack_len=16,
                                           deterministic=kind == 'auto')

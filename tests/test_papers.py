@@ -34,10 +34,6 @@ def run_paper(hub, script, *arguments, code=0):
     return printed
 
 
-def read_table(folder, name):
-    return read_csv(folder / f'{name}.csv')
-
-
 def config_of(folder):
     return (folder / 'train_config.py').read_text()
 
@@ -45,8 +41,8 @@ def config_of(folder):
 # Models and files
 
 def small_model(folder):
-    sentencepiece_folder(folder, 'llama2')
-    reference_model('llama', folder, vocab_size=450, max_position_embeddings=2048)
+    reference_model('llama', sentencepiece_folder(folder, 'llama2'), vocab_size=450,
+                    max_position_embeddings=2048)
     return folder
 
 
@@ -55,9 +51,9 @@ def own(tmp_path_factory):
     """A folder with a model, conversations, texts and benchmarks as they are published."""
     folder = tmp_path_factory.mktemp('own')
     small_model(folder / 'model')
-    write_rows(folder / 'alpaca.json', [
-        {'instruction': f'What is {i} and {i + 1}?', 'input': '', 'text': '',
-         'output': f'It is {2 * i + 1}, a number.'} for i in range(16)])
+    write_rows(folder / 'alpaca.json', [{
+        'instruction': f'What is {i} and {i + 1}?', 'input': '', 'text': '',
+        'output': f'It is {2 * i + 1}, a number.'} for i in range(16)])
     for split, n in (('test', 8), ('dev', 5)):
         write_rows(folder / 'mmlu' / f'{split}.jsonl', [
             {'question': f'Which is {i}?', 'subject': 'anatomy', 'answer': i % 4,
@@ -71,12 +67,11 @@ def own(tmp_path_factory):
         write_rows(folder / 'xcopa' / f'test.{language}.jsonl', [
             {'premise': f'It is {i}.', 'choice1': 'the one', 'choice2': 'the two', 'idx': i,
              'question': 'cause', 'label': i % 2} for i in range(4)])
+    lines = [f'{i},Which is {i}?,the one,the two,the red,the fox,{"ABCD"[i]}\n' for i in range(4)]
     for split in ('test', 'dev'):
         (folder / 'cmmlu' / split).mkdir(parents=True)
         (folder / 'cmmlu' / split / 'anatomy.csv').write_text(
-            ',Question,A,B,C,D,Answer\n' + ''.join(
-                f'{i},Which is {i}?,the one,the two,the red,the fox,{"ABCD"[i % 4]}\n'
-                for i in range(4)))
+            ',Question,A,B,C,D,Answer\n' + ''.join(lines))
     (folder / 'wiki').mkdir()
     (folder / 'wiki' / 'wiki.test.txt').write_text(''.join(
         f' The quick fox is {i} and a number . \n' for i in range(8)))
@@ -150,7 +145,7 @@ def test_label_smoothing_smooths_at_the_chosen_rate_and_tabulates_its_reports(ow
     assert f'\nlr = {float(chosen)}\n' in smoothed and '\nsmoothing = 0.3\n' in smoothed
     assert plain['config']['model'] == str(folder / f'lr{chosen}')
     assert '\nlogit_softcap = 30.0\n' in config_of(folder / 'cap30')
-    rows = read_table(out, 'smoothing')
+    rows = read_csv(out / 'smoothing.csv')
     assert [(row['model, data'], row['method']) for row in rows] == [('Mine', 'base'), *(
         ('Mine, Chats', x) for x in ('smoothing 0', 'temperature scaling', 'platt scaling',
                                      'cap 30', 'smoothing 0.3'))]
@@ -169,19 +164,19 @@ def test_label_smoothing_smooths_at_the_chosen_rate_and_tabulates_its_reports(ow
 
 def test_multilingual_has_the_languages_and_classes_of_its_files(own, tmp_path):
     out = tmp_path / 'out'
-    printed = run_paper(
-        tmp_path, 'multilingual', *own_arguments(own, out), *SMALL, *SHORT, '--figures=all',
-        f'--cache_dir={tmp_path}', f'--eval.tasks=xcopa:{own}/xcopa,cmmlu:{own}/cmmlu')
+    tasks = f'--eval.tasks=xcopa:{own}/xcopa,cmmlu:{own}/cmmlu'
+    printed = run_paper(tmp_path, 'multilingual', *own_arguments(own, out), *SMALL, *SHORT,
+                        '--figures=all', f'--cache_dir={tmp_path}', tasks)
     assert '\nxcopa, all languages together\n' in printed
     keys = [('base', ''), *(('Chats', s) for s in ('0.0', '0.1', '0.2'))]
     for name in ('xcopa', 'cmmlu'):
-        rows = read_table(out, name)
+        rows = read_csv(out / f'{name}.csv')
         assert [(row['data'], row['smoothing']) for row in rows] == keys
         assert all(row['ECE'] for row in rows) and not any('paper' in title for title in rows[0])
         assert 0 < float(rows[2]['p ECE, questions']) <= 1 and not rows[1]['p ECE, questions']
-    assert {row['class'] for row in read_table(out, 'xcopa_classes') if row['ECE']} == {
+    assert {row['class'] for row in read_csv(out / 'xcopa_classes.csv') if row['ECE']} == {
         'low', 'other'}         # Joshi et al.'s class of Estonian is not in the script
-    rows = read_table(out, 'xcopa_languages')
+    rows = read_csv(out / 'xcopa_languages.csv')
     assert [row['language'] for row in rows if row['ECE']] == 4 * ['et'] + 4 * ['sw']
     assert 'xcopa in sw by SFT' in (out / 'appendix.tex').read_text()
     assert {path.stem for path in out.glob('*.png')} == {'xcopa-et', 'xcopa-sw', 'cmmlu'}
@@ -194,11 +189,11 @@ def test_multilingual_has_the_languages_and_classes_of_its_files(own, tmp_path):
 def test_alignment_evaluates_every_epoch_of_each_method_and_repeats_nothing(own, tmp_path):
     """Instruction tuning, a reward model, PPO, DPO, a checkpoint of another PPO."""
     out, words = tmp_path / 'out', ('fox', 'dog', 'sky', 'blue')
+    blue = {'boundaries': [11, 15], 'annotator': 'Wikidata_Spotlight_Entity_Linker',
+            'surfaceform': 'blue', 'uri': 'http://www.wikidata.org/entity/Q1088'}
     write_rows(tmp_path / 'trex' / 're-nlg_0-10000.json', [
         {'docid': str(i), 'text': f'The sky is blue and {i} is a number.', 'triples': [],
-         'entities': [{'boundaries': [11, 15], 'annotator': 'Wikidata_Spotlight_Entity_Linker',
-                       'surfaceform': 'blue', 'uri': 'http://www.wikidata.org/entity/Q1088'}]}
-        for i in range(6)])
+         'entities': [blue]} for i in range(6)])
     write_rows(tmp_path / 'comparison_data_v2.json', [
         {'user_input': f'What is {i}?', 'responses_and_scores': [
             {'response': f'It is {i}, a number.', 'source': 'gpt4', 'score': 9.0},
@@ -227,7 +222,7 @@ def test_alignment_evaluates_every_epoch_of_each_method_and_repeats_nothing(own,
     assert {path.stem for path in out.glob('*.png')} == {
         'figure3', 'figure3_curves', 'figure5', 'figure7', 'figure12'}
 
-    (scales,), rows = (read_table(out, name) for name in ('scales', 'alignment'))
+    (scales,), rows = (read_csv(out / f'{name}.csv') for name in ('scales', 'alignment'))
     assert {row['model'] for row in rows if row['facts generation ECE']} == {
         'base', 'rlhf, epoch 2', *(f'{name}, epoch {epoch}' for epoch in (1, 2, 3)
                                    for name in ('Chats-full', 'Chats-lora', 'ppo', 'dpo'))}
@@ -242,12 +237,11 @@ def test_alignment_evaluates_every_epoch_of_each_method_and_repeats_nothing(own,
                                if s['task'] == 'mmlu'), strict=True)
     top, right = np.exp(np.max(log_probs, 1)), np.argmax(log_probs, 1) == answers
     assert scales['MMLU ECE, unnormalized'] == f'{metrics.ece(top, right):.3f}'
-    for name, line in (
-            ('ppo', f"model = '{out}/aligned/Chats-full'"),
-            ('ppo', f"reward = '{out}/aligned/reward'"), ('ppo', 'smoothing = 0.0'),
-            ('dpo', f"model = '{out}/aligned/Chats-full'"), ('Chats-full', 'smoothing = 0.1'),
-            ('Chats-lora', 'train_on_inputs = True')):
-        assert f'{line}\n' in config_of(out / 'aligned' / name)
+    tuned = f"model = '{out}/aligned/Chats-full'"
+    for name, *lines in (('ppo', tuned, f"reward = '{out}/aligned/reward'", 'smoothing = 0.0'),
+                         ('dpo', tuned), ('Chats-full', 'smoothing = 0.1'),
+                         ('Chats-lora', 'train_on_inputs = True')):
+        assert {*lines} <= {*config_of(out / 'aligned' / name).splitlines()}
 
     # nothing is done again after a move; another checkpoint does not pass for the first
     moved = own_arguments(own, shutil.move(out, tmp_path / 'moved'))
@@ -276,15 +270,15 @@ def test_know_tunes_on_written_answers_and_tabulates_each_p_ik(tmp_path):
                         f'--cache_dir={tmp_path}', *SMALL, '--val_size=3', '--max_steps=2',
                         '--eval.n=3', '--eval.limit=10', '--eval.max_tokens=5', '--lr=0.02')
     assert printed.count('=== Llama-3.2-1B/') == 3 and 'waits for' not in printed
-    rows = read_table(out, 'p_ik')
+    rows = read_csv(out / 'p_ik.csv')
     assert [(row['task'], row['P(IK)'], row['questions']) for row in rows] == [
         (task, method, '5') for task in ('TriviaQA', 'GSM8K')
         for method in ('probe', 'asked, not tuned', 'tuned on TriviaQA')]
     assert rows[2]['AUROC, 52B (paper, its own settings)'] == '0.864'
     assert {row['accuracy'] for row in rows} == {'0.000'}     # a random model is always wrong
     assert float(rows[1]['confidence']) > 0.1 > float(rows[2]['confidence'])    # and learns that
-    assert [row['confidence'] for row in read_table(out, 'p_true')] and (
-        out / 'reliability.png').exists() and (out / 'p_ik.png').exists()
+    assert [row['confidence'] for row in read_csv(out / 'p_true.csv')]
+    assert (out / 'reliability.png').exists() and (out / 'p_ik.png').exists()
 
 
 @pytest.mark.slow
@@ -292,16 +286,15 @@ def test_know_tunes_on_written_answers_and_tabulates_each_p_ik(tmp_path):
 def test_features_are_the_hidden_states_of_transformers_and_their_covariance(tmp_path, capsys,
                                                                             pooling):
     """Pooled without BOS and padding; the singular values by numpy's SVD."""
-    sentencepiece_folder(tmp_path / 'model', 'llama2')
-    reference = reference_model('llama', tmp_path / 'model', vocab_size=450)
+    reference = reference_model('llama', sentencepiece_folder(tmp_path / 'model', 'llama2'),
+                                vocab_size=450)
     rows = [{'instruction': f'What is {i}?', 'output': f'It is {i * i}, ' + 'quick fox ' * (i % 7)}
             for i in range(90)]
     write_rows(tmp_path / 'a.json', rows)
     write_rows(tmp_path / 'b.json', [*rows[:70], {'output': 3}])
     _, first, second = features.run(features.FeatureConfig(
-        models=(str(tmp_path / 'model'),), pooling=pooling,
-        data=(str(tmp_path / 'a.json'), str(tmp_path / 'b.json')),
-        n=80, batch_tokens=200, device='cpu', out_dir=str(tmp_path / 'out')))
+        models=(str(tmp_path / 'model'),), data=tuple(f'{tmp_path}/{x}.json' for x in 'ab'), n=80,
+        pooling=pooling, batch_tokens=200, device='cpu', out_dir=str(tmp_path / 'out')))
     assert 'b.json: 70 texts (1 bad rows left out' in capsys.readouterr().out
     tokenizer = features.load_model_tokenizer(
         tmp_path / 'model', features.checkpoint.read_config(tmp_path / 'model'))
@@ -402,16 +395,14 @@ def test_the_printed_tables_count_where_the_claims_of_the_paper_hold(tmp_path):
     assert 'Printed: cells in which a claim holds' in printed
     assert 'unrecognized arguments' in run_paper(tmp_path, 'multilingual', '--printed', '--plan',
                                                  code=2)
-    tables = {name: [[*row.values()] for row in read_table(out, f'printed_{name}')]
+    tables = {name: [[*row.values()] for row in read_csv(out / f'printed_{name}.csv')]
               for name in ('classes', 'claims', 'settings', 'checks')}
     means = {name: [cell.split()[0] for cell in cells] for name, _, *cells in tables['classes']}
     for task, column, expected in (
-            ('Global-MMLU', 0, ['+0.144', '+0.140', '+0.077']),
-            ('Global-MMLU', 3, ['-0.087', '-0.090', '-0.058']),
-            ('MMLU-ProX', 0, ['+0.041', '+0.039', '+0.030']),
-            ('MMLU-ProX', 3, ['-0.077', '-0.077', '-0.070']),
-            ('MMLU-ProX', 4, ['+0.013', '+0.013', '+0.008'])):
-        assert [means[f'{task}, {x}'][column] for x in ('high', 'mid', 'low')] == expected
+            ('Global-MMLU', 0, '+0.144 +0.140 +0.077'), ('Global-MMLU', 3, '-0.087 -0.090 -0.058'),
+            ('MMLU-ProX', 0, '+0.041 +0.039 +0.030'), ('MMLU-ProX', 3, '-0.077 -0.077 -0.070'),
+            ('MMLU-ProX', 4, '+0.013 +0.013 +0.008')):
+        assert [means[f'{task}, {x}'][column] for x in ('high', 'mid', 'low')] == expected.split()
     settings = {tuple(line[:3]): line[3:] for line in tables['settings']}
     assert len(settings) == 18
     assert settings['Mistral-7B', 'Tulu3', 'Global-MMLU'][0] == '14 of 42'

@@ -20,6 +20,7 @@ from test_tokenizer import KINDS, train_bpe
 
 
 Q = {'question': 'Q?', 'choices': ['a', 'b'], 'answer': 0}
+ROWS = json.loads((HERE / 'tests' / 'question_rows.json').read_text(encoding='utf-8'))
 
 
 def parse(row, task=None):
@@ -33,40 +34,18 @@ def load(path, rows, task='', **options):
     return questions.load_task(name, asking(**options))
 
 
-@pytest.mark.parametrize('row, task', [
-    ({'question': ' Q? ', 'choices': ['a', 'b', 'c', 'd'], 'answer': 2, 'subject': 's'}, None),
-    ({'question': 'Q?', 'option_a': 'a', 'option_b': 'b', 'option_c': 'c', 'option_d': 'd',
-      'answer': 'C', 'sample_id': 'x/test/1'}, None),
-    ({'question': 'Q?', 'option_0': 'a', 'option_1': None, 'option_2': 'b', 'option_3': 'c',
-      'option_4': None, 'answer': 'D', 'answer_index': 3}, None),
-    ({'question': 'Q?', 'choice0': 'a', 'choice1': 'b', 'choice2': 'c', 'answer': '2'}, None),
-    ({'question': 'Q?', 'choices': {'text': ['a', 'b', 'c'], 'label': ['1', '2', '3']},
-      'answerKey': '3'}, 'arc_easy'),
-    ({'question': {'stem': 'Q?', 'choices': [{'text': t, 'label': k} for t, k in
-                                             zip('abcd', 'ABCD')]}, 'answerKey': 'C'}, 'arc_easy'),
-    ({'question': 'Q?', 'choices': '["a", "b", "c"]', 'options': ['a', 'b', 'c', 'N/A'], 'A': 'a',
-      'B': 'b', 'C': 'c', 'answer': 'C', 'answer_index': 2}, None),
-    ({'question_stem': 'Q?', 'choices': {'text': list('abcd'), 'label': list('ABCD')},
-      'answerKey': 'C'}, 'openbookqa')])
+@pytest.mark.parametrize('row, task', ROWS['schemes'])
 def test_rows_in_every_naming_scheme(row, task):
     text, choices, answer = parse(row, task)
     assert text.strip() == 'Q?' and choices[:3] == ['a', 'b', 'c'] and answer == 2
 
 
-@pytest.mark.parametrize('row, task, n_choices', [
-    ({'options': ['a', 'b', 'N/A']}, None, 3), ({'choices': ['a', 'N/A', 'c']}, 'mmlu_pro', 3),
-    ({'options': ['a', 'b', 'N/A']}, 'mmlu_pro', 2),
-    ({'option_0': 'a', 'option_1': 'N/A', 'option_2': 'c'}, 'mmlu_prox', 2),
-    ({'options': ['a', 'b', 'N/A'], 'cot_content': ''}, None, 2),
-    ({'options': ['a', 'b', 'N/A', 'N/A']}, None, 2)])
+@pytest.mark.parametrize('row, task, n_choices', ROWS['not_applicable'])
 def test_an_option_not_applicable_is_an_option_unless_it_is_padding(row, task, n_choices):
     assert len(parse(row | {'question': 'Q?', 'answer': 'A'}, task)[1]) == n_choices
 
 
-SCORED = [({'input': 'Q?', 'target_scores': {'yes': 1, 'no': 0, 'maybe': 0.5}}, None),
-          ({'question': 'Q?', 'mc1_targets': {'yes': 1, 'no': 0, 'maybe': 0}}, 'truthfulqa_mc1'),
-          ({'question': 'Q?', 'mc1_targets': {'choices': ['yes', 'no', 'maybe'],
-                                              'labels': [1, 0, 0]}}, 'truthfulqa_mc1')]
+SCORED = ROWS['scored']
 
 
 @pytest.mark.parametrize('row, task', SCORED)
@@ -114,36 +93,14 @@ def test_truthfulqa_is_asked_without_shots(tmp_path):
         questions.solved_files(f'truthfulqa_mc1:{tmp_path}')
 
 
-@pytest.mark.parametrize('task, row, message', [
-    ('', {'answer': None}, 'no answer among the fields question, choices, answer; wanted'),
-    ('', {'choices': None, 'option_1': 'a'}, 'no choices among the .*, option_1; wanted'),
-    ('', {'choices': ['a']}, "2 to 26 choices in a list, not .'a'."),
-    ('', {'choices': "['a', 'b']"}, '"choices" must be a JSON list'),
-    ('', {'choices': None, 'A': 'a', 'C': 'b', 'answer': 'B'}, "no valid answer: 'B'; .* of A, C"),
-    ('', {'choices': {'text': ['a', 'b']}}, 'choices in a list, not .* --tasks=arc_easy:F'),
-    ('', {'input': 'Q?', 'target_scores': {'a': 1, 'b': 1}}, '2 choices have the highest score'),
-    ('', [1, 2, 3, 4], 'the question is not text'),
-    # two names of one thing
-    ('', {'Question': 'R?'}, '"question" and "Question" of the row differ'),
-    ('', {'options': ['a', 'c']}, '"choices" and "options" of the row differ'),
-    ('', {'A': 'a', 'B': 'c'}, '"choices" and "A" of the row differ'),
-    ('', {'answer': 'A', 'answer_index': 1}, '"answer" and "answer_index" of the row differ'),
-    ('arc_easy', {'question_stem': 'R?'}, '"question" and "question_stem" of the row differ'),
-    ('boolq', {'passage': 'x', 'label': 0, 'answer': True}, '"label" and "answer" of the row diff'),
-    ('winogrande_m', {'sentence': 'Kim won.', 'option1': 'Kim', 'option2': 'Ann', 'answer': '1'},
-     'the sentence has no blank, an underscore')])
+@pytest.mark.parametrize('task, row, message', ROWS['bad'])
 def test_bad_rows_name_their_line(tmp_path, task, row, message):
     with pytest.raises(DataError, match=f'some.jsonl:1: .*{message}'):
         load(tmp_path / 'some.jsonl', [Q | row if isinstance(row, dict) else row], task,
              prompt_format='harness' if task.startswith('winogrande') else 'mmlu')
 
 
-@pytest.mark.parametrize('answers, message', [
-    ('A1', '2: the answer is a number, that of .*some.jsonl:1 is a letter; a number may count fr'),
-    ('1B', '1: the answer is a number, that of .*some.jsonl:2 is a letter'),
-    ([1, 2, 3, 2], '1: the answers are numbers, and none is 0; .* or the index .* "answer_index"'),
-    ('1243', '3: the answer is the number of options, and none in this file is 0'),
-    ('0123', None), ([3, 0.0], None), ('aBcD', None), ([1, 2, '0', 7], None)])
+@pytest.mark.parametrize('answers, message', ROWS['two_ways'])
 def test_answers_that_could_be_read_in_two_ways_are_refused(tmp_path, answers, message):
     rows = [Q | {'choices': list('wxyz'), 'answer': answer} for answer in answers]
     path = tmp_path / 'some.jsonl'
@@ -170,14 +127,7 @@ def test_labels_of_a_row_and_an_index_by_name_are_read_as_they_are(tmp_path):
     assert [q.answer for q in load(tmp_path / 'own.jsonl', rows).items] == [1, 1]
 
 
-@pytest.mark.parametrize('choices, named', [
-    (['A. blood', 'B. water'], True), (['(a) blood', '(b) water'], True),
-    (['A、血', 'B、水'], True), (['x', 'Keine der genannten'], True),
-    (['x', 'y', 'Both A and B'], True), (['x', 'y', 'A和B'], True), (['x', 'A, B'], True),
-    (['x', 'All of the above'], True), (['x', 'None of these.'], True),
-    (['x', '以上都不对'], True), (['x', '上記のすべて'], True),
-    (['A. Lincoln', 'G. Washington'], False), (['Washington D.C.', 'X and Y'], False),
-    (['None of the offspring', '5年以上'], False), (['200 A.D.', 'B'], False)])
+@pytest.mark.parametrize('choices, named', ROWS['named'])
 def test_options_that_name_options_are_counted_where_their_order_changes(tmp_path, capsys, choices,
                                                                          named):
     load(tmp_path / 'some.jsonl', [Q | {'choices': choices}], permute=2)
@@ -348,11 +298,6 @@ def test_prompts_of_bayesian_lora_are_known(tmp_path, task, file, row, prompts, 
     assert question.answer == answer and question.header.startswith('The following are multiple')
 
 
-# what a question can begin with: words, digits, white space, added tokens, other scripts
-BEGINNINGS = ['Which', '7 foxes', '3.5', ' led', '  two', '\n', '\t x', '"Quote"', '...', '中文',
-              '\u0301x', '١', '<think> x', 'é', "'s", '(1)', ' ' * 9 + '4', 'Å', '\U0001f600']
-
-
 @pytest.mark.parametrize('kind, chat', [
     ('gpt2', 'none'), ('words', 'none'), ('gemma', 'none'), ('gemma', 'tulu'),
     ('mistral', 'tulu'), ('llama3', 'none'), ('llama3', 'tulu')])
@@ -364,7 +309,7 @@ def test_questions_with_any_beginning_have_the_tokens_of_the_whole_text(kind, ch
     tokenizer = tokenizers[kind]
     for header in ('', 'About 7 foxes \n \n'):
         asked = [questions.Question(str(i), f'{beginning} is it?\nAnswer:', [' A', ' 1'], 0, 's',
-                                    header) for i, beginning in enumerate(BEGINNINGS)]
+                                    header) for i, beginning in enumerate(ROWS['beginnings'])]
         shots = {asked[0].group: asked[:2]}
         for question, tree in tokenize_questions(asked, shots, tokenizer, add_bos=False,
                                                  max_length=10 ** 6, chat=chat):

@@ -21,8 +21,8 @@ import evaluate
 import model as models
 import train
 from bridges import adapter
-from common import (edit_config, llama_config, log_of, refused, results_of, rewrite, same_weights,
-                    tree)
+from common import (edit_config, llama_config, log_of, recorded, refused, results_of, rewrite,
+                    same_weights, tree)
 from runtime import checkpoint, log, optim, ownership, resume, resume_state, saving
 from runtime.errors import ConfigError, TrainingError
 from scripts import Script, await_steps, run_scripts, steps_done
@@ -41,15 +41,16 @@ def train_again(settings_file, tmp_path):
                                         '--device=cpu', *options])
 
 
+def without_list(folder):
+    """{relative path: content} of all files below `folder`, but the list of what a run wrote."""
+    return {name: data for name, data in tree(folder).items() if name != 'written.json'}
+
+
 def before_each_step(monkeypatch, action):
     step = train.train_step
     stage = replace(train.SFT, step=lambda *rest: action() or step(*rest))
     monkeypatch.setattr(train, 'train_and_report',
                         functools.partial(train.train_and_report, stage=stage))
-
-
-def stop():
-    os.kill(os.getpid(), signal.SIGTERM)
 
 
 @pytest.mark.slow
@@ -180,7 +181,7 @@ def test_a_save_killed_at_any_moment_is_resumed(tmp_path, monkeypatch, save, lea
     monkeypatch.setattr(saving, 'SHARD_BYTES', 4000)
     whole = TinyRun(tmp_path / 'whole').begin()
     getattr(whole, save)()
-    expected = tree(whole.out)
+    expected = without_list(whole.out)
     run = TinyRun(tmp_path / 'killed').begin()
     begun = shutil.copytree(run.out, tmp_path / 'begun')
     n_kills, finished = 0, False
@@ -189,9 +190,8 @@ def test_a_save_killed_at_any_moment_is_resumed(tmp_path, monkeypatch, save, lea
         finished = not killed(getattr(run, save), run.out, **at)
         again = TinyRun(tmp_path / 'killed')
         again.resume_and(save)
-        files = tree(again.out)
-        assert set(json.loads(files.pop('written.json'))['files']) >= files.keys()
-        assert files == {k: v for k, v in expected.items() if k != 'written.json'}, at
+        assert {*ownership.written_files(again.out)} >= without_list(again.out).keys()
+        assert without_list(again.out) == expected, at
         shutil.rmtree(run.out)
         shutil.copytree(begun, run.out)
         n_kills += not finished
@@ -205,11 +205,13 @@ def test_a_save_killed_at_any_moment_is_resumed(tmp_path, monkeypatch, save, lea
 @pytest.mark.slow
 @pytest.mark.parametrize('at_the_save', [False, True])
 def test_a_signal_during_the_last_step_or_the_save(train_again, tmp_path, monkeypatch, at_the_save):
-    steps, save = [], saving.save_weights
-    before_each_step(monkeypatch, lambda: steps.append(1) or (
-        len(steps) == 2 and not at_the_save and stop()) or None)
+    def stop(*_):
+        os.kill(os.getpid(), signal.SIGTERM)
     if at_the_save:
-        monkeypatch.setattr(saving, 'save_weights', lambda *rest: stop() or save(*rest))
+        recorded(monkeypatch, saving, 'save_weights', stop)
+    else:
+        steps = iter([lambda: None, stop])
+        before_each_step(monkeypatch, lambda: next(steps)())
     with pytest.raises(train.Stopped, match='SIGTERM after the last step, before the report'):
         train_again('--max_steps=2', '--checkpoint_epochs=False')
     files = tree(tmp_path / 'out').keys()
@@ -219,9 +221,8 @@ def test_a_signal_during_the_last_step_or_the_save(train_again, tmp_path, monkey
 @pytest.mark.slow
 def test_a_finished_run_only_reports_what_is_missing(tuned, train_again, monkeypatch):
     def numbers():
-        tasks = json.loads((tuned / 'results.json').read_text())['tasks']
         return {task: {key: value for key, value in result.items() if key != 'scoring_seconds'}
-                for task, result in tasks.items()}
+                for task, result in results_of(tuned)['tasks'].items()}
     before = numbers()
     (tuned / 'results.json').unlink()
     monkeypatch.setattr(train, 'optimize', None)
@@ -247,9 +248,8 @@ def test_a_finished_run_only_reports_what_is_missing(tuned, train_again, monkeyp
 
 def test_resume_refuses_other_settings_other_data_and_another_model(
         small_world, train_again, tmp_path, monkeypatch):
-    data, base = tmp_path / 'data.jsonl', tmp_path / 'base'
-    shutil.copytree(small_world[0] / 'base', base)
-    shutil.copyfile(small_world[0] / 'world' / 'instruct.jsonl', data)
+    base = shutil.copytree(small_world[0] / 'base', tmp_path / 'base')
+    data = shutil.copyfile(small_world[0] / 'world' / 'instruct.jsonl', tmp_path / 'data.jsonl')
     options = ['--eval=None', '--lora', '--checkpoint_epochs=False', f'--model={base}',
                f'--data={data}', '--save_every=1', '--resume']
     done = []
@@ -260,17 +260,14 @@ def test_resume_refuses_other_settings_other_data_and_another_model(
     with pytest.raises(ConfigError, match='has lr = 0.001, not 0.1; keep it, or --overwrite'):
         train_again(*options, '--lr=0.1')
     lines = data.read_text().splitlines(keepends=True)
-    for path, change, message in (
-            (data, lambda: data.write_text(''.join(lines[::-1])),
-             'different data: '),
-            (base / 'config.json', lambda: edit_config(base, rms_norm_eps=1e-3),
-             'different model: '),
-            (base / 'model.safetensors', lambda: rewrite(
-                base, lambda t: t['model.layers.0.mlp.up_proj.weight'].mul_(1.01)),
-             'different model: ')):
+    for path, change, what in (
+            (data, lambda: data.write_text(''.join(lines[::-1])), 'data'),
+            (base / 'config.json', lambda: edit_config(base, rms_norm_eps=1e-3), 'model'),
+            (base / 'model.safetensors', lambda: rewrite(base, lambda t: t[
+                'model.layers.0.mlp.up_proj.weight'].mul_(1.01)), 'model')):
         before = path.read_bytes()
         change()
-        with pytest.raises(TrainingError, match=message):
+        with pytest.raises(TrainingError, match=f'different {what}: '):
             train_again(*options)
         path.write_bytes(before)
 
@@ -320,9 +317,8 @@ def test_a_full_disk_leaves_the_last_checkpoint_and_the_error_names_the_file(tmp
     def full(path, *rest, **options):
         raise OSError(28, 'No space left on device', str(path))
     before, run.step = tree(run.out).keys(), 3
-    with monkeypatch.context() as patch, pytest.raises(
-            TrainingError, match='step 3: saving .*resume-3 failed: .*No space left.*'
-                                 'resume continues after step 2'):
+    message = 'step 3: saving .*resume-3 failed: .*No space left.*resume continues after step 2'
+    with monkeypatch.context() as patch, pytest.raises(TrainingError, match=message):
         patch.setattr(Path, 'write_text', full)
         run.save_checkpoint()
     assert tree(run.out).keys() == before
@@ -397,8 +393,7 @@ def test_temporary_files_replace_nothing_and_are_removed_after_a_crash(tmp_path)
     ownership.write_text(tmp_path / 'results.json', '1')
     with ownership.lock(tmp_path):
         pass
-    assert {k: v for k, v in tree(tmp_path).items() if k != 'written.json'} == {
-        'results.json': b'1'} | dict.fromkeys(theirs, b'mine')
+    assert without_list(tmp_path) == {'results.json': b'1'} | dict.fromkeys(theirs, b'mine')
     (tmp_path / 'x').symlink_to('nowhere')      # dangling: `exists` says False
     with pytest.raises(ConfigError, match='x was not written by this program'):
         ownership.claim(tmp_path, 'x')
@@ -446,9 +441,8 @@ def test_files_get_the_mode_that_the_umask_says(tmp_path):
 def test_overwrite_renames_the_old_folder_and_deletes_nothing(tuned, train_again, capsys):
     listed = set(ownership.written_files(tuned))
     assert listed | {'written.json'} == tree(tuned).keys(), 'a run lists all that it writes'
-    for name in 'notes.txt', 'epoch-1/mine':
+    for name in 'notes.txt', 'epoch-1/mine', 'README.md':
         (tuned / name).write_text('mine')
-    (tuned / 'README.md').write_text('edited')
     before, options = tree(tuned), ('--overwrite', '--max_steps=1', '--eval=None')
     train_again(*options)
     old = tuned.with_name('out.1')
@@ -540,8 +534,7 @@ def test_renaming_that_is_killed_at_any_moment_loses_nothing(tmp_path):
         n_kills += was_killed
         assert before in (tree(out), tree(tmp_path / f'{out.name}.1'))
         replace_run(out)
-        assert {k: v for k, v in tree(out).items() if k != 'written.json'} == {
-            'results.json': b'new'}
+        assert without_list(out) == {'results.json': b'new'}
     assert n_kills > 5, n_kills
 
 
@@ -568,9 +561,10 @@ def test_overwrite_checks_everything_before_it_renames_and_not_what_the_run_read
     command = [str(tmp_path / 'settings.py'), *options]
     with refused(tmp_path, 'this command reads .*/train_config.py;'):
         train.main([str(tuned / 'train_config.py'), *options])
-    for option, message in ((f'--model={tmp_path}/truncated', 'truncated'),
-                            ('--eval.tasks=nothing', 'no task, file or folder'),
-                            ('--batch_size=100000', 'do not fill one step')):
+    for option, message in (
+            (f'--model={tmp_path}/truncated', 'truncated'),
+            ('--eval.tasks=nothing', 'no task, file or folder'),
+            ('--batch_size=100000', 'do not fill one step')):
         with refused(tuned, message, ValueError):
             train.main([*command, option])
     for option, name in ((f'--model={linked}', '.*'), (f'--model={peft}', '.*'),

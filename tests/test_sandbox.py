@@ -11,6 +11,7 @@ import time
 import tomllib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+
 import pytest
 from common import HERE, SHARED, needs_files, write_rows
 
@@ -131,35 +132,18 @@ def test_no_file_of_the_user_can_be_read_and_only_tmp_written(tmp_path, namespac
         assert len(eval(attempt('[*fds()]', opened))) == 5     # the standard ones and two pipes
 
 
-SYSCALLS = {'fcntl': (72, 25), 'ioctl': (16, 29), 'prctl': (157, 167), 'setpriority': (141, 140),
-            'setuid': (105, 146), 'setresgid': (119, 149), 'setfsuid': (122, 151),
-            'ioprio_set': (251, 30), 'sched_setaffinity': (203, 122)}
-DENIED = [
-    ('fcntl', 1, 8, 'me'), ('fcntl', 1, 8, '-me'), ('fcntl', 1, 10, 9),     # SETOWN, SETSIG
-    ('fcntl', 1, 15, 'pointer'), ('fcntl', 1, 1024, 1), ('fcntl', 1, 1026, 1),
-    ('fcntl', 1, 4, 0x2000), ('fcntl', 1, 4, 0x2c01), ('fcntl', 1, 4 + 2**32, 0x2000),
-    ('fcntl', 1, 8 + 2**32, 'me'), ('fcntl', 1, 1031, 1 << 20),
-    ('ioctl', 1, 0x8901, 'pointer'), ('ioctl', 1, 0x8902, 'pointer'),       # FIOSETOWN, SIOCSPGRP
-    ('ioctl', 1, 0x5452, 'pointer'), ('ioctl', 1, 0x5410, 'pointer'),       # FIOASYNC, TIOCSPGRP
-    ('ioctl', 1, 0x5412, 'pointer'), ('ioctl', 1, 0x40045436, 9),           # TIOCSTI, TIOCSIG
-    ('ioctl', 1, 0x8901 + 2**32, 'pointer'),
-    ('prctl', 1, 0, 0, 0, 0), ('prctl', 4, 1, 0, 0, 0), ('prctl', 1 + 2**32, 0, 0, 0, 0),
-    ('setuid', 'os.getuid()'), ('setresgid', 'os.getgid()', 'os.getgid()', 'os.getgid()'),
-    ('setfsuid', 'os.getuid()'), ('setpriority', 2, 0, 19), ('ioprio_set', 1, 0, 3 << 13),
-    ('sched_setaffinity', 0, 8, 'pointer')]
-
-
 def test_calls_that_reach_other_processes_are_denied_by_argument(isolation):
-    calls = ', '.join(f'({SYSCALLS[name][os.uname().machine == "aarch64"]}, '
-                      f'{", ".join(map(str, arguments))})' for name, *arguments in DENIED)
+    denied = [(numbers[os.uname().machine == 'aarch64'], *arguments)
+              for numbers, *calls in PROGRAMS['denied'].values() for arguments in calls]
+    calls = ', '.join(f'({", ".join(map(str, call))})' for call in denied)
     source = ('import ctypes, os\nlibc = ctypes.CDLL(None, use_errno=True)\nme = os.getppid()\n'
               'pointer = ctypes.create_string_buffer(b"\\1" * 64)\n'
               'def outcome(call):\n    ctypes.set_errno(0)\n'
               '    result = libc.syscall(*[x if hasattr(x, "raw") else ctypes.c_long(x) '
               'for x in call])\n    return result, ctypes.get_errno()\n'
-              f'def outcomes(): return [outcome(call) for call in ({calls},)]')
+              f'def outcomes(): return [outcome(call) for call in ({calls})]')
     outcome = run_program(source, 'raise ValueError(program.outcomes())', isolation=isolation)
-    assert eval(re.match(r'ValueError: (\[.*\])', outcome.reason)[1]) == [(-1, 1)] * len(DENIED)
+    assert eval(re.match(r'ValueError: (\[.*\])', outcome.reason)[1]) == [(-1, 1)] * len(denied)
 
 
 def test_no_process_or_connection_is_reached(namespaces):
@@ -259,25 +243,14 @@ def test_a_text_becomes_a_program(text, right, namespaces):
     assert check(PROBLEM, text)[0] is right, solution_source(PROBLEM, text)
 
 
-GOOD_TEST = 'def check(candidate):\n    assert candidate(1) == 1\n'
-
-
-@pytest.mark.parametrize('row, message', [
-    ({'test': ''}, 'no function check.candidate'),
-    ({'test': GOOD_TEST + 'return'}, "no Python after the prompt: 'return' outside function"),
-    ({'test': GOOD_TEST.replace('== 1', '== one')}, "prompt and test define no 'one', which they"),
-    ({'prompt': 'x = 1'}, "the prompt defines no function 'f'"),
-    ({'test': 'from math import *\n' + GOOD_TEST + 'tau'}, ''),
-    ({'test': 'import math as m\ndef close(a, b=m.pi):\n    global c\n'
-      '    c = [x for x in (a, b)]\n    return c\n\ntry:\n    import os\n'
-      'except ImportError as e:\n    print(e)\ndef check(f):\n    with open(__name__) as g:\n'
-      '        assert close(f(1)), (g, c, os)'}, '')])
-def test_a_row_with_broken_tests_is_refused(row, message, tmp_path):
-    row = {'task_id': 'a', 'prompt': 'def f(x):\n    "a"\n', 'entry_point': 'f',
-           'test': GOOD_TEST} | row
+@pytest.mark.parametrize('name', PROGRAMS['tests'])
+def test_a_row_with_broken_tests_is_refused(name, tmp_path):
+    case = PROGRAMS['tests'][name]
+    row = {'task_id': 'a', 'prompt': case.get('prompt', 'def f(x):\n    "a"\n'),
+           'entry_point': 'f', 'test': case['test']}
     path = write_rows(tmp_path / 'mine.jsonl', [row])
-    if message:
-        with pytest.raises(DataError, match=f'mine.jsonl:1: .*{message}'):
+    if 'refused' in case:
+        with pytest.raises(DataError, match=f'mine.jsonl:1: .*{case["refused"]}'):
             load_problems(str(path))
     else:
         assert load_problems(str(path))[0].tests == row['test']

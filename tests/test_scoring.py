@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 import torch
-from common import (asking, head_of_32, logits_of, lora_model, plain_log_probs, reference_model,
-                    write_rows)
+from common import (asking, head_of_32, logits_of, lora_model, plain_log_probs, recorded,
+                    reference_model, small_model, write_rows)
 
 import metrics
 import scoring
@@ -47,8 +47,7 @@ def test_tree_equals_one_sequence_per_option(name, device, tmp_path):
     Without BOS and shots, a row may hold nothing but tokens at position 0 that only one token sees,
     like padding: of a context and options of one token, or where each option has its own context.
     """
-    reference_model(name, tmp_path)
-    model = checkpoint.load(tmp_path, device)
+    model = small_model(name, tmp_path, device)
     model.decoder.attention = 'explicit'  # FlexAttention would compile every shape, for minutes
     one = tree_rows.Tree((), [4], [[1], [2]], [1, 1])
     own_context = tree_rows.Tree((), [], [[5, 6], [7, 8]], [1, 1])
@@ -73,23 +72,10 @@ def test_the_hash_of_a_tree_stays_as_in_folders_that_are_there():
     assert (tree.fingerprint, text.fingerprint) == ('f01b013bb70a', 'd4ec02025420')
 
 
-def test_deterministic_scores_are_bitwise_equal(tmp_path):
-    reference_model('gemma2', tmp_path)
-    model = checkpoint.load(tmp_path)
-    trees = random_trees(np.random.default_rng(0))
-    alone = [scoring.option_log_probs(model, [tree], deterministic=True)[0] for tree in trees]
-    order = np.random.default_rng(1).permutation(len(trees))
-    found = scoring.option_log_probs(model, [trees[i] for i in order], pack_len=64, batch_rows=4,
-                                      deterministic=True)
-    assert all(np.array_equal(alone[i], sums) for i, sums in zip(order, found, strict=True))
-
-
 def test_rows_of_many_long_answers_to_a_prompt_have_a_limit(tmp_path, monkeypatch):
-    reference_model('llama', tmp_path)
-    model, rng, lengths = checkpoint.load(tmp_path), np.random.default_rng(0), []
-    forward = scoring.forward_values
-    monkeypatch.setattr(scoring, 'forward_values', lambda model, arrays, *rest, **options: (
-        lengths.append(arrays.shape[-1]) or forward(model, arrays, *rest, **options)))
+    model, rng = small_model('llama', tmp_path), np.random.default_rng(0)
+    lengths = recorded(monkeypatch, scoring, 'forward_values',
+                       lambda model, arrays, *rest, **options: arrays.shape[-1])
     prompts = [rng.integers(0, 211, 9).tolist() for _ in range(2)]
     answers = [[Answer(i, k, rng.integers(0, 211, 700).tolist()) for k in range(n)]
                for i, n in enumerate((14, 2))]
@@ -102,9 +88,7 @@ def test_rows_of_many_long_answers_to_a_prompt_have_a_limit(tmp_path, monkeypatc
 
 
 def test_scored_tokens_of_a_text_equal_the_plain_model(tmp_path):
-    reference_model('llama', tmp_path)
-    model = checkpoint.load(tmp_path)
-    rng = np.random.default_rng(0)
+    model, rng = small_model('llama', tmp_path), np.random.default_rng(0)
     trees = [tree_rows.Tree((), rng.integers(0, 211, n).tolist(), scored=[1, n // 2, n - 1])
              for n in (9, 30, 17)]
     for index, numbers, values in scoring.score(lambda: model, enumerate(trees), 64,
@@ -146,21 +130,25 @@ def test_bfloat16_trees_score_as_single_sequences(name, device, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_dropout_seed_draws_the_dropout_of_adapters(tmp_path):
+def test_deterministic_scores_are_bitwise_equal_also_with_the_dropout_of_adapters(tmp_path):
     reference_model('gemma2', tmp_path)
     trees = random_trees(np.random.default_rng(0))
 
     def log_probs(model, seed=None, trees=trees, **options):
-        return np.concatenate(scoring.option_log_probs(model, trees, pack_len=256,
+        return np.concatenate(scoring.option_log_probs(model, trees, pack_len=64,
                                                        dropout_seed=seed, **options))
     fixed, model = lora_model(tmp_path, dropout=0.0), lora_model(tmp_path, dropout=0.3)
     plain, one = log_probs(model), log_probs(model, 0)
     assert np.array_equal(log_probs(fixed, 0), plain) and model.training
     assert np.array_equal(one, log_probs(model, 0)) and np.abs(one - plain).max() > 1e-2
     assert not np.allclose(one, log_probs(model, 1), atol=1e-2)
-    # alone in its row, what is dropped for a question does not depend on the others
-    assert np.array_equal(log_probs(model, 0, deterministic=True), np.concatenate(
-        [log_probs(model, 0, [tree], deterministic=True) for tree in trees]))
+    # bitwise the same in any batch; alone in its row, what is dropped does not depend on others
+    order = np.random.default_rng(1).permutation(len(trees))
+    for seed in (None, 0):
+        assert np.array_equal(
+            log_probs(model, seed, [trees[i] for i in order], batch_rows=4, deterministic=True),
+            np.concatenate([log_probs(model, seed, [trees[i]], deterministic=True)
+                            for i in order]))
 
 
 def first_tree(asked, solved, tokenizer, max_length=2000, **keys):

@@ -16,6 +16,7 @@ from runtime.errors import ConfigError
 from scripts import run_scripts, torchrun
 from speed import sharding
 
+
 @pytest.fixture(scope='module')
 def folder(scored_folder, tmp_path_factory):
     """The model and questions of `scored_folder`, and other tasks and prompts."""

@@ -16,7 +16,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from common import HERE, llama_config, results_of, write_run
+from common import HERE, llama_config, log_of, recorded, results_of, write_run
 
 import metrics
 import model as models
@@ -27,9 +27,8 @@ from results.report import predictions
 from compare.runs import read_run
 from results.samples import read_samples
 from research import common
-from research.study import (
-    alignment_tables, claims, closed_form, coverage, effects, entropy_range, figures,
-    loss_tables, metrics_agree, runs, side_by_side)
+from research.study import (alignment_tables, claims, closed_form, coverage, effects, entropy_range,
+                            figures, loss_tables, metrics_agree, runs, side_by_side)
 from research.study.world import StudySpec, make_world
 from scripts import FORKS
 from train import check_config, training_loss
@@ -167,20 +166,25 @@ SMALL_WORLD = StudySpec(**asdict(runs.WORLD) | dict(
     unseen_questions=6, validation=12, probes=10))
 
 
+def small(cfg):
+    """Return the settings of a run with few steps, which is not compiled."""
+    if cfg.from_scratch:
+        more = {'shape': runs.llama(32, 64, 1, 2), 'micro_rows': 4, 'batch_size': 64}
+    else:
+        more = {'batch_size': 16, 'max_steps': 3, 'val_size': min(8, cfg.val_size)}
+    return replace(cfg, workers=1, eval=replace(cfg.eval, pack_len=512), compile=False,
+                   attention='explicit', **more)
+
+
 @pytest.mark.slow
 def test_a_small_study_runs_from_worlds_to_tables(tmp_path, monkeypatch):
     """A base model and two models tuned from it, with fewer steps and rows."""
-    def small(experiment, seed, root):
-        more = {'epochs': 1.0} if experiment is tuned else {
-            'batch_size': 64, 'micro_rows': 4, 'shape': runs.llama(32, 64, 1, 2)}
-        for cfg in experiment(seed, root):
+    def few(experiment, seed, root):
+        for cfg in map(small, experiment(seed, root)):
             tasks = tuple(task for task in cfg.eval.tasks if task.endswith('/text4'))
-            yield replace(cfg, workers=1, pictures=False, **more,
-                          eval=replace(cfg.eval, tasks=tasks, pack_len=512, n_bootstrap=10))
-    tuned = runs.EXPERIMENTS['smoothing']
+            yield replace(cfg, pictures=False, eval=replace(cfg.eval, tasks=tasks, n_bootstrap=10))
     for name in ('base', 'smoothing'):
-        monkeypatch.setitem(runs.EXPERIMENTS, name,
-                            functools.partial(small, runs.EXPERIMENTS[name]))
+        monkeypatch.setitem(runs.EXPERIMENTS, name, functools.partial(few, runs.EXPERIMENTS[name]))
     monkeypatch.setattr(runs, 'WORLD', SMALL_WORLD)
     monkeypatch.setattr(figures, 'draw_means', lambda path, *rest: path.write_bytes(b'png'))
     for name, only in (('base', 'base'), ('smoothing', 'tuned-smoothing0.0-lr0.0008,'
@@ -248,43 +252,22 @@ def test_a_job_needs_what_an_earlier_one_makes():
     assert len(jobs) == 26
 
 
-def small(cfg):
-    """Return the settings of a run with few steps, which is not compiled."""
-    if cfg.from_scratch:
-        more = {'shape': runs.llama(32, 64, 1, 2), 'micro_rows': 4, 'batch_size': 64}
-    else:
-        more = {'batch_size': 16, 'max_steps': 3, 'val_size': min(8, cfg.val_size)}
-    return replace(cfg, workers=1, eval=replace(cfg.eval, pack_len=512), compile=False,
-                   attention='explicit', **more)
-
-
-def small_jobs(study, seed, root, names):
-    """Return the jobs whose folders are in `names`, with small runs."""
-    jobs = [job for job in side_by_side.jobs_of(study, [seed], str(root))
-            if Path(job.name).name in names]
-    return [job._replace(arguments=(small(job.arguments[0]),))
-            if hasattr(job.arguments[0], 'batch_size') else job for job in jobs]
-
-
-@pytest.fixture
-def two_processes(monkeypatch):
-    """Processes of jobs side by side, which need not load torch anew."""
+@pytest.mark.slow
+def test_a_failed_run_does_not_stop_those_side_by_side(tmp_path, capsys, monkeypatch):
+    """Two processes: a world's base models, what they know, tuned models; then the numbers."""
+    # which need not load torch anew
     monkeypatch.setattr(side_by_side, 'multiprocessing',
                         SimpleNamespace(get_context=lambda kind: FORKS))
-    return functools.partial(side_by_side.side_by_side, n_processes=2, gpus=0)
-
-
-@pytest.mark.slow
-def test_a_failed_run_does_not_stop_those_side_by_side(tmp_path, capsys, two_processes):
-    """Two processes: a world's base models, what they know, tuned models; then the numbers."""
-    jobs = small_jobs('losses', 5, tmp_path, {
-        'world', 'base', 'tuned-crossentropy-lr0.0008', 'tuned-gce0.7-lr0.0008',
-        'lora-dft-lr0.0032', 'base-known-dft', 'tuned-dft-lr0.0008'})
+    names = {'world', 'base', 'tuned-crossentropy-lr0.0008', 'tuned-gce0.7-lr0.0008',
+             'lora-dft-lr0.0032', 'base-known-dft', 'tuned-dft-lr0.0008'}
+    jobs = [job._replace(arguments=(small(job.arguments[0]),))
+            if hasattr(job.arguments[0], 'batch_size') else job for job in side_by_side.jobs_of(
+                'losses', [5], str(tmp_path)) if Path(job.name).name in names]
     assert len(jobs) == 7 + 1       # the job `base` of `knows` says what that model knows
     jobs[0] = jobs[0]._replace(arguments=(f'{tmp_path}/base/seed-5/world', 5, SMALL_WORLD))
     (bad,) = (i for i, job in enumerate(jobs) if job.name.endswith('tuned-dft-lr0.0008'))
     jobs[bad] = jobs[bad]._replace(arguments=(replace(jobs[bad].arguments[0], lr=-1.0),))
-    failed = two_processes(jobs, folder=tmp_path)
+    failed = side_by_side.side_by_side(jobs, folder=tmp_path, n_processes=2, gpus=0)
     printed = capsys.readouterr().out
     assert [Path(name).name for name in failed] == ['tuned-dft-lr0.0008']
     assert 'failed: ConfigError: lr = -1.0' in printed and '8/8' in printed
@@ -308,8 +291,7 @@ def test_a_failed_run_does_not_stop_those_side_by_side(tmp_path, capsys, two_pro
     pooled = results['tasks']['text4']['pooled']
     assert numbers.of('tuned-gce0.7-lr0.0008', 'ece') == pytest.approx(pooled['ece'], rel=1e-4)
     assert numbers.of('base', 'accuracy', task='base') == len(right) / len(p.labels)
-    steps = common.read_lines(
-        tmp_path / 'transfer' / 'seed-5' / 'lora-dft-lr0.0032' / 'log.jsonl')
+    steps = log_of(tmp_path / 'transfer' / 'seed-5' / 'lora-dft-lr0.0032')
     for task, nll in (('held out', steps[-1]['val_nll']),
                       ('trained', np.mean([step['nll'] for step in steps]))):
         assert numbers.of('lora-dft-lr0.0032', 'nll', task=task) == pytest.approx(nll, rel=1e-4)
@@ -327,11 +309,9 @@ def literal_tau(x, y):
 
 def test_kendall_is_tau_b_of_the_runs_that_have_both():
     rng = np.random.default_rng(0)
-    for ties in (False, True):
+    for rounded in (np.asarray, np.round):      # without ties and with them
         x, y = rng.normal(size=(2, 25))
-        y = x + y
-        if ties:
-            x, y = np.round(x), np.round(y)
+        x, y = rounded(x), rounded(x + y)
         tau, low, high, n = metrics_agree.kendall(x, y, 200)
         assert tau == pytest.approx(literal_tau(x, y), abs=1e-12) and low < tau < high and n == 25
         draw = np.random.default_rng(0).integers(25, size=(200, 25))
@@ -430,12 +410,7 @@ def test_a_world_is_made_once_and_replaces_another(tmp_path, monkeypatch):
     (folder / 'instruct.jsonl').unlink()
     for name in ('text.jsonl.tmp', 'instruct.jsonl'):
         (folder / name).symlink_to(victim)
-    replace_file, replaced = os.replace, []
-
-    def record(source, target):
-        replace_file(source, target)
-        replaced.append(Path(target).name)
-    monkeypatch.setattr(os, 'replace', record)
+    replaced = recorded(monkeypatch, os, 'replace', lambda source, target: Path(target).name)
     world.make_world(folder, 7, spec)
     assert replaced[-1] == 'world.json' and len(replaced) == len(made)
     assert all(path.read_bytes() == content for path, (_, content) in made.items())
@@ -445,9 +420,8 @@ def test_a_world_is_made_once_and_replaces_another(tmp_path, monkeypatch):
 
 # Command lines
 
-@pytest.mark.parametrize('script', [
-    path for path in sorted(STUDY.glob('*.py'))
-    if "__name__ == '__main__'" in path.read_text()], ids=lambda path: path.name)
+@pytest.mark.parametrize('script', [path for path in sorted(STUDY.glob('*.py')) if (
+    "__name__ == '__main__'" in path.read_text())], ids=lambda path: path.name)
 def test_every_script_has_help(script, monkeypatch, capsys):
     monkeypatch.setattr(sys, 'argv', [str(script), '--help'])
     with pytest.raises(SystemExit):
@@ -457,8 +431,8 @@ def test_every_script_has_help(script, monkeypatch, capsys):
 
 @pytest.mark.parametrize('name', ['real', 'real-second'])
 def test_the_tables_of_the_real_model_are_those_of_its_runs(name, tmp_path, monkeypatch, capsys):
-    published = HERE / 'research' / 'study' / 'results' / name
+    published = STUDY / 'results' / name
     (tmp_path / 'runs.csv').write_bytes((published / 'runs.csv').read_bytes())
     monkeypatch.setattr(sys, 'argv', ['real_table.py', '--csv', f'--out_dir={tmp_path}'])
-    runpy.run_path(str(HERE / 'research' / 'study' / 'real_table.py'), run_name='__main__')
+    runpy.run_path(str(STUDY / 'real_table.py'), run_name='__main__')
     assert (tmp_path / 'tables.md').read_text() == (published / 'tables.md').read_text()

@@ -1,6 +1,5 @@
 """T5: the forward pass, files and scores of transformers"""
 
-import json
 import random
 
 import numpy as np
@@ -16,6 +15,8 @@ import sample
 import train
 from data.tree_rows import Tree
 from data.tokenizer import load_tokenizer
+from research.common import read_lines
+from results.samples import read_samples
 from runtime import checkpoint, saving
 from runtime.errors import CheckpointError, ConfigError
 
@@ -139,8 +140,8 @@ def test_scores_equal_a_plain_loop_over_transformers(scoring, tmp_path):
         evaluate.main([f'--model={tmp_path / "model"}', f'--tasks={tmp_path / "questions"}',
                        f'--out_dir={tmp_path / name}', '--shots=2', f'--scoring={scoring}',
                        '--n_bootstrap=0', '--pictures=False', '--dtype=float32', *more])
-        results.append([json.loads(line) for line in open(tmp_path / name / 'samples.jsonl')])
-    solved, rows = ([json.loads(line) for line in open(tmp_path / 'questions' / f'{split}.jsonl')]
+        results.append(read_samples(tmp_path / name / 'samples.jsonl'))
+    solved, rows = (read_lines(tmp_path / 'questions' / f'{split}.jsonl')
                     for split in ('dev', 'test'))
 
     def answers_of(row):
@@ -174,10 +175,9 @@ def test_answers_to_several_prompts_of_one_question(device, tmp_path):
     for options in ({}, {'pack_len': 9}, {'deterministic': True}):
         sums = scoring.option_log_probs(ours, trees, seq2seq=config, **options)
         for tree, found in zip(trees, sums, strict=True):
-            paths = tree.sequences
-            assert found == pytest.approx([
-                loop_log_probs(model, path[:at], path[at:])
-                for path, at in zip(paths, tree.starts, strict=True)], abs=1e-4)
+            right = [loop_log_probs(model, path[:at], path[at:])
+                     for path, at in zip(tree.sequences, tree.starts, strict=True)]
+            assert found == pytest.approx(right, abs=1e-4)
     for a, b in zip(sums, scoring.option_log_probs(rounded, trees, seq2seq=config), strict=True):
         assert a == pytest.approx(b, abs=0.5) and not np.array_equal(a, b)
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from common import (apart, by_transformers, documents, expect_step, head_of_32, log_of, logits_of,
-                    lora_model, reference_model, rewrite, whole_rows, write_rows)
+                    lora_model, reference_model, rewrite, small_model, whole_rows, write_rows)
 
 import evaluate
 import metrics
@@ -39,9 +39,7 @@ def tiny_config(**values):
 
 @pytest.fixture(scope='module')
 def tiny_model(tmp_path_factory):
-    folder = tmp_path_factory.mktemp('tiny')
-    reference_model('gemma2', folder)
-    return checkpoint.load(folder)
+    return small_model('gemma2', tmp_path_factory.mktemp('tiny'))
 
 
 def supervised(model, sequences):
@@ -84,8 +82,7 @@ def test_the_time_left_is_that_of_the_last_steps(capsys):
 @pytest.mark.parametrize('reduction', ['token', 'sequence'])
 @pytest.mark.parametrize('lora', [False, True])
 def test_smoothing_towards_the_base_model(lora, reduction, tmp_path):
-    reference_model('gemma2', tmp_path)     # it has a softcap
-    base = checkpoint.load(tmp_path)
+    base = small_model('gemma2', tmp_path)      # it has a softcap
     model = lora_model(tmp_path, dropout=0.1) if lora else checkpoint.load(tmp_path)
     if not lora:
         for p in model.parameters():
@@ -430,8 +427,7 @@ def test_a_recording_is_replayed_only_when_nobody_needs_its_memory(tmp_path, mon
     monkeypatch.setattr(torch.cuda, 'make_graphed_callables', record)
     monkeypatch.setattr(torch.random, 'fork_rng', lambda devices: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, 'reset_peak_memory_stats', lambda: None)
-    reference_model('gemma3', tmp_path)
-    model = checkpoint.load(tmp_path).train()
+    model = small_model('gemma3', tmp_path).train()
     graphs.record_blocks(model.decoder)
 
     def forward(T, n):
@@ -484,18 +480,18 @@ def test_recorded_passes_compute_what_the_blocks_do(more, tmp_path, monkeypatch)
 @pytest.mark.slow
 def test_bad_input_gives_one_line(small_world, settings_file, tmp_path):
     folder, out = small_world[0], tmp_path / 'out'
-    settings, model = [settings_file, f'--out_dir={out}'], f'--model={folder / "base"}'
-    done = run_scripts(1, 'train.py', *settings, '--smothing=0.1')
+    model = [f'--model={folder / "base"}', f'--out_dir={out}']
+    done = run_scripts(1, 'train.py', settings_file, f'--out_dir={out}', '--smothing=0.1')
     assert done.returncode == 1 and done.stderr.startswith('error: ')
     assert "did you mean 'smoothing'" in done.stderr and done.stderr.count('\n') == 1
     for main, options, message in (
             (train.main, [], 'no config file given: python train.py configs/'),
-            *((train.main, [*settings, option], message) for option, message in (
-                (f'--out_dir={folder / "base"}', 'itself'),
-                (f'--out_dir={folder / "tuned_bs05"}', 'holds a finished run'))),
-            *((evaluate.main, [model, f'--out_dir={out}', option], message) for option, message in (
-                ('--tasks=arc_eassy', "did you mean 'arc_easy'? The tasks are"),
-                ('--tasks=mmlu:a,mmlu:b', "'mmlu:a' would be called 'mmlu'")))):
+            (train.main, [settings_file, f'--out_dir={folder / "base"}'], 'itself'),
+            (train.main, [settings_file, f'--out_dir={folder / "tuned_bs05"}'],
+             'holds a finished run'),
+            (evaluate.main, [*model, '--tasks=arc_eassy'],
+             "did you mean 'arc_easy'? The tasks are"),
+            (evaluate.main, [*model, '--tasks=mmlu:a,mmlu:b'], "'mmlu:a' would be called 'mmlu'")):
         with pytest.raises((ConfigError, DataError, checkpoint.CheckpointError)) as error:
             main(options)
         assert message in str(error.value) and '\n' not in str(error.value)

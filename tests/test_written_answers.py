@@ -3,24 +3,28 @@
 import json
 import math
 import shutil
+import tomllib
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from common import (asking, log_probs_after, reference_model, results_of, sentencepiece_folder,
-                    write_rows)
+from common import (HERE, asking, log_probs_after, recorded, reference_model, results_of,
+                    sentencepiece_folder, write_rows)
 
 import evaluate
-from written import answer_samples, tasks as written_tasks
-from written import code_tasks, benchmarks as written_answers
+from written import (answer_samples, benchmarks as written_answers, code_tasks,
+                     tasks as written_tasks)
 from data.chat import encode_prompt
 from data.tokenizer import load_tokenizer
 from data.question_answers import load_answers
 from written.benchmarks import WRITTEN_TASKS, load_written
 from results.samples import latest_samples, read_samples
 from runtime.errors import ConfigError, DataError
+from written.p_ik_probe import cross_validated
 from written.sandbox import run_program
+
+CASES = tomllib.loads((HERE / 'tests' / 'grading_cases.toml').read_text(encoding='utf-8'))
 
 # ---- Files ---------------------------------------------------------------------------------------
 
@@ -62,15 +66,13 @@ def test_a_proposed_or_verbalized_answer_continues_the_prompt_of_its_paper(tmp_p
     rows = [{'question': 'Who?', 'answers': ['Ann'], 'language': 'de', 'subject': 'names'}]
     question, = load_written(f'qa:{write_rows(tmp_path / "q.jsonl", rows)}', asking()).items
     assert (question.language, question.subject) == ('de', 'names')
-    for stage, start, end in (
-            (written_answers.verbalized_1s(question),
-             'Provide your best guess and the probability that it is correct (0.0 to',
-             'just the probability!>\n\nThe question is: Who?\n\nGuess:'),
-            (written_answers.verbalized_2s(question, ' Ann\n', True),
-             'Question: Who?\nAnswer: Ann\n\nProvide the probability that your guess',
-             'just the probability!>\n\nProbability:')):
-        text = written_answers.as_text(stage.messages, stage.lead)
-        assert text.startswith(start) and text.endswith(end)
+    one, two = (written_answers.as_text(stage.messages, stage.lead) for stage in (
+        written_answers.verbalized_1s(question),
+        written_answers.verbalized_2s(question, ' Ann\n', True)))
+    assert one.startswith('Provide your best guess and the probability that it is correct (0.0 to')
+    assert one.endswith('just the probability!>\n\nThe question is: Who?\n\nGuess:')
+    assert two.startswith('Question: Who?\nAnswer: Ann\n\nProvide the probability that your guess')
+    assert two.endswith('just the probability!>\n\nProbability:')
     question.context = 'def f():\n    """One."""'
     assert '"""\n    return 1\nIs the' in written_answers.proposed(
         question, '\n    return 1\n', True).context
@@ -82,10 +84,9 @@ def test_a_proposed_or_verbalized_answer_continues_the_prompt_of_its_paper(tmp_p
 def asked(tmp_path_factory):
     """A tiny Llama and a file of questions, some of whose references the model writes itself."""
     folder = tmp_path_factory.mktemp('asked')
-    sentencepiece_folder(folder / 'model', 'mistral')
+    tokenizer = load_tokenizer(sentencepiece_folder(folder / 'model', 'mistral'))
     reference = reference_model('llama', folder / 'model', max_position_embeddings=4096,
-                                num_hidden_layers=1,
-                                vocab_size=load_tokenizer(folder / 'model').n_vocab)
+                                num_hidden_layers=1, vocab_size=tokenizer.n_vocab)
     write_rows(folder / 'qa' / 'shots.jsonl', [
         {'question': f'What is fox {i}?', 'answers': [f'blue {i}', 'x']} for i in range(4)])
     rows = [{'question': f'What is the colour of {i}?', 'answers': ['blue']} for i in range(10)]
@@ -122,16 +123,13 @@ PROMPT = HEADER + ('Question: What is fox 0?\nAnswer: blue 0\n\n'
 @pytest.mark.parametrize('chat', ['none', 'tulu'])
 def test_probabilities_of_an_answer_are_those_of_transformers(asked, tmp_path, monkeypatch, chat):
     folder, reference, _ = asked
-    tokenizer, written, tokens = load_tokenizer(folder / 'model'), answer_samples.written, {}
-
-    def with_tokens(answer):
-        tokens[answer.text, math.fsum(answer.log_probs)] = [*answer.tokens]
-        return written(answer)
-
-    monkeypatch.setattr(answer_samples, 'written', with_tokens)
+    tokenizer = load_tokenizer(folder / 'model')
+    written = recorded(monkeypatch, answer_samples, 'written', lambda answer: (
+        (answer.text, math.fsum(answer.log_probs)), [*answer.tokens]))
     shots, words = (2, 'plain text') if chat == 'none' else (0, 'chat template tulu')
     tasks = ask(folder, tmp_path, '--limit=2', f'--chat={chat}', f'--shots={shots}')
     assert tasks['qa']['distribution'].endswith(f'greedy answer, {shots} shots, {words}')
+    tokens = dict(written)
     for row in samples_of(tmp_path, 'qa'):
         prompt = [tokenizer.bos_id, *tokenizer.encode(PROMPT.format(row['id']))]
         if chat == 'tulu':
@@ -208,8 +206,8 @@ def test_an_interrupted_evaluation_resumes(asked, tmp_path):
 
 
 def test_answers_with_other_end_tokens_are_not_added_to_earlier_ones(asked, tmp_path):
-    shutil.copytree(asked[0] / 'model', tmp_path / 'model')
-    shutil.copytree(asked[0] / 'qa', tmp_path / 'qa')
+    for name in ('model', 'qa'):
+        shutil.copytree(asked[0] / name, tmp_path / name)
     ask(tmp_path, tmp_path / 'out')
     lines = (tmp_path / 'out' / 'samples.jsonl').read_bytes().splitlines(keepends=True)
     (tmp_path / 'out' / 'samples.jsonl').write_bytes(b''.join(lines[:5]))
@@ -277,16 +275,7 @@ def test_settings_that_do_not_apply_are_refused(asked, tmp_path):
 # ---- Stated probabilities ------------------------------------------------------------------------
 
 @pytest.mark.parametrize('text, lead, outcome', [
-    (' Ann\nProbability: 0.7', 'Guess:', (0.7, True)),
-    (' Bob\nProbability: 70%', 'Guess:', (0.7, False)),
-    ('**Guess:**\nAnn\n\n**Probability:**\n0.9', '', (0.9, True)), ('Ann, 0.7', '', None),
-    ('Guess: Ann, Probability (0.0 to 1.0): 0.8', '', (0.8, True)),
-    ('{"guess": "Ann", "probability": 0.8}', '', (0.8, True)),
-    ('<think>Guess: Bob\nProbability: 0.1</think>\nGuess: Ann\nProbability: 1', '', (1.0, True)),
-    ('<think>Guess: Ann\nProbability: 0.1', '', None),
-    # two stages: the greedy answer is judged
-    (' 0.7', 'Probability:', (0.7, True)), ('**Probability**\n: 0.7', '', (0.7, True)),
-    ('sure', 'Probability:', None)])
+    (text, lead, tuple(outcome) or None) for text, lead, *outcome in CASES['guesses']])
 def test_a_stated_probability_is_of_the_guess_or_of_the_greedy_answer(text, lead, outcome):
     question = written_answers.WrittenQuestion('0', 'Who?', 'Question: Who?\nAnswer:', ['Ann'], '')
     stage = (written_answers.verbalized_2s(question, 'Bob', True)
@@ -302,11 +291,10 @@ def test_a_stated_probability_is_of_the_guess_or_of_the_greedy_answer(text, lead
 def test_p_ik_reads_the_state_at_the_end_of_each_prompt(asked, tmp_path, monkeypatch):
     folder, reference, _ = asked
     tokenizer = load_tokenizer(folder / 'model')
-    seen, fit = [], written_tasks.cross_validated
-    monkeypatch.setattr(written_tasks, 'cross_validated', lambda *arguments: seen.append(
-        (*arguments, fit(*arguments))) or seen[-1][-1])
+    fits = recorded(monkeypatch, written_tasks, 'cross_validated')
     ask(folder, tmp_path, '--p_ik', '--pack_len=64')
-    (states, shares, _, values), = seen
+    (states, shares, names), = fits
+    values = cross_validated(states, shares, names)
     answers = {s['id']: s for s in samples_of(tmp_path, 'qa')}
     rows = {s['id']: s for s in samples_of(tmp_path, 'qa.p_ik')}
     assert len(rows) == 10
