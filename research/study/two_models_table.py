@@ -113,8 +113,6 @@ def draw(path, root):
         for method, name in SHOWN.items():
             tasks = [json.loads(file.read_text())['tasks']['arc_easy'] for file in sorted(
                 root.glob(f'seed-*/{model}/alpaca/{method}/results.json'))]
-            if not tasks:
-                return print(f'{path.name} stays: {root} lacks {model}, {method}')
             bins = [{key: np.array(task['bins'][key], int if key == 'count' else float)
                      for key in ('count', 'confidence', 'accuracy')} for task in tasks]
             panels.append(diagram(f'{title}: {name}', [task['pooled'] for task in tasks], bins))
@@ -136,8 +134,11 @@ def main():
     options = command_line(__doc__, root={'type': Path, 'default': Path(ROOT, 'two-models')},
                            out_dir={'type': Path, 'default': OUT})
     options.out_dir.mkdir(parents=True, exist_ok=True)
-    draw(options.out_dir / 'reliability.png', options.root)
     runs, questions = read_runs(options.root)
+    if missing := sorted({*runs} - {*questions}):
+        sys.exit(f'error: {options.root} has no seed-*/{"/".join(missing[0])}/questions.npz; run '
+                 f'two_models.py')
+    draw(options.out_dir / 'reliability.png', options.root)
     write_csv(options.out_dir / 'runs.csv', [('model', 'data', 'method', 'seed', 'task', *KEYS), *(
         (*run, seed, task, *(f'{line[task, key]:.6g}' if (task, key) in line else ''
                              for key in KEYS))
