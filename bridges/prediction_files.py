@@ -85,8 +85,9 @@ def read_predictions(path, cfg):
     if left_out:
         print(f'{left_out}; they are left out')
     if graded := [task for task, kind in first_kinds.items() if kind == 'graded']:
-        print(f'{path}: without confidences there is accuracy alone ({", ".join(graded)}); '
-              f'`nanocal metrics --help` says where they are read')
+        tasks = f' of {", ".join(graded)}' if any(graded) else ''
+        print(f'{path}: without confidences there is only the accuracy{tasks}; `nanocal metrics '
+              f'--help` says where they are read')
 
 
 def _latest_rows(path, names):

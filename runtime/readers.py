@@ -108,9 +108,11 @@ def json_rows(path, file, kind):
     file.seek(begin)
     by_line = not (lines and re.match(rb'\s*\[\s*({|$)', lines[0]))   # as lm_eval 0.4.0 writes
     if kind == '.json':
+        if not lines:
+            raise DataError(f'{path} is empty')
         try:
             first = json.loads(lines[0])
-        except (ValueError, LookupError, RecursionError):
+        except (ValueError, RecursionError):
             first = None
         # an object is a row, unless it has a list of rows, as BIG-bench's, and nothing follows
         by_line = isinstance(first, dict) and (

@@ -435,6 +435,9 @@ def test_a_json_file_holds_a_list_or_a_row_per_line(tmp_path, raw, rows):
         for (place, row), (ending, expected) in zip(read_rows(path), rows, strict=True):
             assert place == f'{path}{ending}'
             assert row == expected if expected else f'{place}: broken JSON' in str(row)
+    (tmp_path / 'x.json').write_text(' \n')
+    with pytest.raises(DataError, match='x.json is empty'):
+        next(read_rows(tmp_path / 'x.json'))
 
 
 @settings(deadline=None, max_examples=40)

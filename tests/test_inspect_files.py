@@ -66,7 +66,7 @@ def test_each_scorer_is_a_task_and_what_has_no_score_is_counted(tmp_path):
     assert f'{path}: sample n, epoch 1: arc.f1 is 0.3; wanted C, I, N, P, 1, 0, ' in done.stdout
     assert f'2 without a score are left out, the first: {path}: sample 6, epoch 1: ' in done.stdout
     assert f'{path}: 1 are partly right, P, and count as wrong' in done.stdout
-    assert f'{path}: without confidences there is accuracy alone (arc.judge, arc.match, ' in (
+    assert f'{path}: without confidences there is only the accuracy of arc.judge, arc.match, ' in (
         done.stdout)
 
 
