@@ -33,7 +33,7 @@ ROOMS = TASKS | {
     'resume state': 'runtime.resume_state', 'base smoothing': 'runtime.base_smoothing',
     'questions': 'data.question_answers', 'texts': 'data.texts',
     'reports': 'results.training_report', 'card': 'bridges.card',
-    # files of tokenizers, JSON lists, texts and tables
+    # files of tokenizers, texts and tables
     'byte pairs': 'data.byte_pairs', 'sentence pieces': 'data.sentence_pieces',
     'other readers': 'runtime.other_readers',
     # models and datasets of the Hugging Face hub, adapters in PEFT's format, files for other tools

@@ -4,8 +4,8 @@
     python research/study/two_models_table.py
 
 MODELS has gemma/model and smollm/model; two_models_data.py makes DATA. Finished runs are skipped; a
-run that fails is reported, and the others continue. Seeds 11 to 13 had no CMMLU, and 2,000 other
-questions of MMLU.
+run that fails is reported, and the others continue. Seeds 11 to 13 had no CMMLU, and their draw of
+2,000 questions of MMLU was not kept.
 """
 
 import sys
