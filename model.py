@@ -218,21 +218,21 @@ def frequencies(rope: Rope, device: torch.device) -> Tensor:
 
 
 def rotary_angles(positions: Tensor, rope: Rope) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return cos and sin [B, 1, T, dim / 2] of positions [B, T], float32, and the factor of the
-    queries [B, 1, T, 1] if they grow with the position, else None.
+    """Return cos and sin [B, T, 1, dim / 2] of positions [B, T], float32, and the factor of the
+    queries [B, T, 1, 1] if they grow with the position, else None.
     """
-    angle = (positions[..., None].float() * frequencies(rope, positions.device))[:, None]
+    angle = positions[..., None, None].float() * frequencies(rope, positions.device)
     cos = rope.magnitude * angle.cos()
     sin = rope.magnitude * angle.sin()
     growth = None
     if rope.query_growth:
         ages = torch.log(1 + torch.floor(positions / rope.length))
-        growth = (1 + rope.query_growth * ages)[:, None, :, None]
+        growth = (1 + rope.query_growth * ages)[..., None, None]
     return cos, sin, growth
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the pairs (x[i], x[i + hd/2]) of x [B, H, T, hd] by the angles of `rotary_angles`."""
+    """Rotate the pairs (x[i], x[i + hd/2]) of x [B, T, H, hd] by the angles of `rotary_angles`."""
     a, b = x.chunk(2, dim=-1)       # the products are float32, as the angles are
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
 
@@ -282,11 +282,11 @@ class Attention(nn.Module):
             q, k = self.q_norm(q.flatten(-2)).view_as(q), self.k_norm(k.flatten(-2)).view_as(k)
         elif self.family.qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
-        q, k, v = (y.transpose(1, 2) for y in (q, k, v))
         if rotary is not None:
             cos, sin, growth = rotary
             q, k = self.rotate_heads(q, cos, sin), self.rotate_heads(k, cos, sin)
             q = q if growth is None else q * growth.to(q.dtype)
+        q, k, v = (y.transpose(1, 2) for y in (q, k, v))
         y = mask.attend(q, k, v, self.scale, self.softcap)
         return products(y.transpose(1, 2).flatten(2), self.o_proj)[0]
 
@@ -302,7 +302,7 @@ class Attention(nn.Module):
         return tuple(y.unflatten(-1, (-1, self.head_dim)) for y in qkv)
 
     def rotate_heads(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Rotate the first numbers of each head of x [B, heads, T, hd]."""
+        """Rotate the first numbers of each head of x [B, T, heads, hd]."""
         n = 2 * cos.shape[-1]
         first, rest = (x, None) if n == self.head_dim else (x[..., :n], x[..., n:])
         if self.family.adjacent_pairs:      # in another order, the same for q and k

@@ -190,12 +190,12 @@ def norm_kernel(x: Tensor, weight: Tensor, bias: Tensor | None, kind: str, eps: 
 
 
 def rotate_kernel(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    B, H, T, hd = x.shape
-    cos, sin = (angles.expand(B, 1, T, hd // 2).contiguous() for angles in (cos, sin))
-    out = x.new_empty(B, T, H, hd)
+    B, T, H, hd = x.shape
+    cos, sin = (angles.expand(B, T, 1, hd // 2).contiguous() for angles in (cos, sin))
+    out = x.new_empty(x.shape)
     _rotate[B * T,](x, cos, sin, out, *x.stride(), T, H, hd // 2, HEADS=triton.next_power_of_2(H),
                     HALF=triton.next_power_of_2(hd // 2))
-    return out.transpose(1, 2)
+    return out
 
 
 def gate_kernel(x: Tensor, up: Tensor, activation: Callable) -> Tensor:
@@ -239,7 +239,7 @@ if triton is not None:
         tl.store(out_ptr + row * D + d, y.to(out_ptr.dtype.element_ty), mask=d < D)
 
     @triton.jit(do_not_specialize=['x_row', 'T', 'n_heads'])
-    def _rotate(x_ptr, cos_ptr, sin_ptr, out_ptr, x_row, x_head, x_token, x_d, T, n_heads, half,
+    def _rotate(x_ptr, cos_ptr, sin_ptr, out_ptr, x_row, x_token, x_head, x_d, T, n_heads, half,
                 HEADS: tl.constexpr, HALF: tl.constexpr):
         # the pairs (x[d], x[d + half]) of all heads of one token
         token, head, d = (tl.program_id(0).to(tl.int64), tl.arange(0, HEADS)[:, None],

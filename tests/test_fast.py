@@ -220,7 +220,7 @@ LARGE, ONES = 5000 * torch.ones(1, 2, 3, 16), torch.ones(1, 2, 3, 16)
 
 @pytest.mark.parametrize('name, inputs', [
     ('norm', (ONES, LARGE[0, 0, 0], None, 'llama', 0.0)), ('gate', (LARGE, ONES, F.silu)),
-    ('rotate', (LARGE, ONES[:, :1, :, :8], 0 * ONES[:, :1, :, :8]))])
+    ('rotate', (LARGE, ONES[:, :, :1, :8], 0 * ONES[:, :, :1, :8]))])
 def test_an_edit_for_large_values_alone_reaches_what_has_a_kernel(name, inputs, monkeypatch,
                                                                   capsys):
     monkeypatch.setattr(kernels, 'kernels_apply', lambda x: True)
@@ -370,8 +370,8 @@ def test_norm_rotation_and_gate_equal_their_kernels(size, random):
         arguments = x, weight, bias if kind == 'layer' else None, kind, 1e-6
         y = models.norm(*arguments)
         assert off(kernels.norm_kernel(*arguments), y) < 1e-5
-    heads = normal(random, 2, 3, T, 2 * D, size=size)
-    angles = normal(random, 2, 1, T, D, size=1e4)
+    heads = normal(random, 2, T, 3, 2 * D, size=size)
+    angles = normal(random, 2, T, 1, D, size=1e4)
     y = models.rotate(heads, angles.cos(), angles.sin())
     assert off(kernels.rotate_kernel(heads, angles.cos(), angles.sin()), y) < 1e-5
     for activation in (F.silu, models.gelu_tanh, F.relu):

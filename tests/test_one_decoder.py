@@ -169,8 +169,8 @@ WITH_KERNELS = {    # function of (device, dtype) that computes something that h
         'llama', random(2, 9, 130, device=device), 130, dtype=dtype),
     'norm of heads with weights of their own': lambda **on: normed(
         'cohere', 3 + random(2, 9, 3, 20, **on), 3, 20),
-    'rotate': lambda **on: rotated(random(2, 9, 3, 20, **on).transpose(1, 2)),
-    'rotate by shared angles': lambda **on: rotated(random(3, 2, 9, 8, **on), B=1),
+    'rotate': lambda **on: rotated(random(2, 3, 9, 20, **on).transpose(1, 2)),
+    'rotate by shared angles': lambda **on: rotated(random(3, 9, 2, 8, **on), B=1),
     'gated by GELU': lambda **on: models.gate(
         3 * random(5, 4097, **on), random(5, 4097, **on), models.gelu_tanh),
     'gated by SiLU': lambda **on: models.gate(*random(9, 64, **on).chunk(2, -1), F.silu),
