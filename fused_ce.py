@@ -269,9 +269,10 @@ def fused_loss(hidden, weight, target, loss, *, softcap=None, ignore_index=-100,
         group = group.reshape(-1)[supervised.cpu()]
     if reduction == 'mean' and n:
         scale = scale / _divisor(n if num_items is None else num_items)
+    settings = {'target': target, 'loss': loss, 'softcap': softcap, 'dtype': dtype,
+                'memory': memory, 'tokens': tokens, 'group': group}
     value, nll = _FusedLoss.apply(hidden, weight, scale, reduction != 'none',
-                                  torch.is_grad_enabled(),
-                                  (target, loss, softcap, dtype, memory, tokens, group))
+                                  torch.is_grad_enabled(), settings)
     if reduction != 'none':
         return value, nll
     if n < shape.numel():
@@ -322,11 +323,12 @@ class _FusedLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, scale, summed, with_gradient, settings):
         need = [with_gradient and summed and x for x in ctx.needs_input_grad[:2]]
-        s, *gradients = _sums_and_gradients(hidden, weight, *settings, scale, need)
-        ctx.scale, ctx.settings, ctx.gradients = scale, settings, gradients if summed else None
+        s, *gradients = _sums_and_gradients(hidden, weight, **settings, scale=scale, need=need)
+        ctx.scale, ctx.settings = scale, settings
+        ctx.gradients = gradients if summed else None
         ctx.save_for_backward(hidden, weight)
         value, nll = (x.sum() if summed else x
-                      for x in (settings[1].value(s) * scale, s.nll * scale))
+                      for x in (settings['loss'].value(s) * scale, s.nll * scale))
         ctx.mark_non_differentiable(nll)
         return value, nll
 
@@ -335,10 +337,12 @@ class _FusedLoss(torch.autograd.Function):
         if torch.is_grad_enabled():
             raise RuntimeError('fused_loss has no second derivative: call backward without '
                                'create_graph=True')
-        factor, gradients, ctx.gradients = upstream.float(), ctx.gradients, None
+        factor = upstream.float()
+        gradients, ctx.gradients = ctx.gradients, None
         if gradients is None:
-            _, *gradients = _sums_and_gradients(*ctx.saved_tensors, *ctx.settings,
-                                                factor * ctx.scale, ctx.needs_input_grad[:2])
+            _, *gradients = _sums_and_gradients(*ctx.saved_tensors, **ctx.settings,
+                                                scale=factor * ctx.scale,
+                                                need=ctx.needs_input_grad[:2])
             factor = None
         gradients = (None if g is None else _scale(g.to(x.dtype), factor)
                      for g, x in zip(gradients, ctx.saved_tensors))
@@ -353,7 +357,8 @@ def _sums_and_gradients(hidden, weight, target, loss, softcap, dtype, memory=Non
     (dh?, dW?), None is returned for one that is not needed. sums: names of RowSums to compute
     besides those of the loss; with them the logits are float32.
     """
-    n, V, softcap = len(hidden), len(weight), softcap and float(softcap)
+    n, V = len(hidden), len(weight)
+    softcap = softcap and float(softcap)
     device, logits_dtype = hidden.device, torch.float32 if sums else dtype
     h, w = (x.to(dtype).contiguous() for x in (hidden, weight))
     if not h.is_cuda:       # where a product has the dtype of its factors
@@ -428,12 +433,13 @@ def _scale(x, factor):
 # is plain torch's largest error.
 
 def _kernels(logits, h, w, target, s, softcap, coefficients, scale):
-    n, V = logits.shape
+    (n, V), D = logits.shape, h.shape[1]
     # The error of the hardware's tanh is 2**-11, that of rounding to bfloat16 2**-8.
     fast = logits.is_cuda and logits.dtype == torch.bfloat16
     wide = 4 if n < 512 else 1      # few rows: more threads for each
-    _row_sums_kernel[(n,)](logits, h, w, target, *s[1:8], *w.shape, softcap, FAST=fast,
-                           BLOCK=wide * BLOCK, num_warps=4 * wide)
+    _row_sums_kernel[(n,)](logits, h, w, target, s.z_y, s.lse, s.sum_z, s.sum_p2, s.entropy,
+                           s.top_logit, s.top_token, V, D, softcap, FAST=fast, BLOCK=wide * BLOCK,
+                           num_warps=4 * wide)
     if scale is not None:
         _gradient_kernel[(n, triton.cdiv(V, BLOCK))](
             logits, target, s.top_token, s.z_y, s.lse, scale, *coefficients(), V, softcap, fast,
@@ -529,7 +535,8 @@ if triton is not None:
         lane_start = tl.arange(0, BLOCK // 8) * 8
         maximum = tl.full([BLOCK // 8], -3.0e38, tl.float32)    # -inf - -inf would be NaN
         zeros = tl.zeros([BLOCK // 8], tl.float32)
-        exp_sum, square_sum, x_exp_sum, z_sum = zeros, zeros, zeros, zeros
+        exp_sum, square_sum = zeros, zeros
+        x_exp_sum, z_sum = zeros, zeros
         top = tl.zeros([BLOCK // 8], tl.int32)
         for i in tl.range(0, V, BLOCK, num_stages=3):
             j = i + lane_start[:, None] + tl.arange(0, 8)[None, :]
