@@ -55,7 +55,8 @@ class AdamW(torch.optim.Optimizer):
                  weight_decay: float = 0.0, seed: int = 0, rank: int = 0,
                  kind: Literal['exact', 'stochastic'] = 'exact'):
         super().__init__(params, {'lr': lr, 'weight_decay': weight_decay})
-        self.betas, self.eps, self.seed, self.rank = betas, eps, seed, rank
+        self.betas, self.eps = betas, eps
+        self.seed, self.rank = seed, rank
         self.steps = 0
         self.sums: dict[Tensor, Tensor] = {}    # parameter -> its gradient, summed in float32
         self.summing = False
@@ -214,7 +215,8 @@ def _update(w, low, g, m, v, ranges, numbers, scale, seed, first=0):
     to the nearest bfloat16, because truncation would shrink all weights; so the lower half has a
     sign. Stochastic: `seed` is a 0-dim int32 tensor, `first` the index of the first weight.
     """
-    x, new_m, new_v = w.float() if low is None else join(w, low), m.float(), v.float()
+    x = w.float() if low is None else join(w, low)
+    new_m, new_v = m.float(), v.float()
     float32_step(x, g, new_m, new_v, numbers, scale)
     if low is not None:
         split(x.view(torch.int32), w, low)

@@ -97,7 +97,8 @@ def side_by_side(parts: list) -> Tensor | None:
     """Return plain tensors as one, without a copy; None if they are not adjacent in one storage."""
     if not all(is_plain(part) and part.shape[1:] == parts[0].shape[1:] for part in parts):
         return None
-    first, last, memory = parts[0], parts[-1], parts[0].untyped_storage()
+    first, last = parts[0], parts[-1]
+    memory = first.untyped_storage()
     adjacent = all(a.data_ptr() + a.nbytes == b.data_ptr() for a, b in itertools.pairwise(parts))
     # tensors that are adjacent by chance have separate storages
     if not adjacent or last.data_ptr() + last.nbytes > memory.data_ptr() + memory.nbytes():
@@ -203,7 +204,8 @@ def gate_kernel(x: Tensor, up: Tensor, activation: Callable) -> Tensor:
     if not silu and not (getattr(activation, '__name__', '') == 'gelu_tanh'
                          and GELU.stands_for(activation)):
         return activation(x) * up
-    H, block, out = x.shape[-1], 4096, x.new_empty(x.shape)
+    H, block = x.shape[-1], 4096
+    out = x.new_empty(x.shape)
     x, up = in_rows(x, H), in_rows(up, H)
     _gate[len(x) * triton.cdiv(H, block),](
         x, up, out, x.stride(0), up.stride(0), H, SILU=silu, BLOCK=block, num_warps=8)
@@ -242,8 +244,9 @@ if triton is not None:
     def _rotate(x_ptr, cos_ptr, sin_ptr, out_ptr, x_row, x_token, x_head, x_d, T, n_heads, half,
                 HEADS: tl.constexpr, HALF: tl.constexpr):
         # the pairs (x[d], x[d + half]) of all heads of one token
-        token, head, d = (tl.program_id(0).to(tl.int64), tl.arange(0, HEADS)[:, None],
-                          tl.arange(0, HALF))
+        token = tl.program_id(0).to(tl.int64)
+        head = tl.arange(0, HEADS)[:, None]
+        d = tl.arange(0, HALF)
         mask = (head < n_heads) & (d < half)[None, :]
         cos = tl.load(cos_ptr + token * half + d, mask=d < half, other=0.0).to(tl.float32)[None, :]
         sin = tl.load(sin_ptr + token * half + d, mask=d < half, other=0.0).to(tl.float32)[None, :]
@@ -309,8 +312,9 @@ if triton is not None:
                     mask=q_mask, other=0.0)
         k_ptr += row * k_row + head // group * k_head
         v_ptr += row * v_row + head // group * v_head
-        position_ptr, end_ptr, block_ptr = (position_ptr + row * T, end_ptr + row * T,
-                                            block_ptr + block * n_blocks)
+        position_ptr += row * T
+        end_ptr += row * T
+        block_ptr += block * n_blocks
         highest = tl.full([BLOCK_M], -1e30, tl.float32)
         total = tl.zeros([BLOCK_M], tl.float32)
         y = tl.zeros([BLOCK_M, WIDTH], tl.float32)
@@ -377,7 +381,8 @@ SPLIT = 1024    # keys per program of `_decode`, or a quarter for few rows, to u
 
 def decode_kernel(mask, q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float | None):
     """Return mask.attend(q, k, v, scale, softcap) of a DecodeMask."""
-    (B, H, _, hd), K, cache = q.shape, k.shape[1], mask.cache
+    B, H, _, hd = q.shape
+    K, cache = k.shape[1], mask.cache
     q, k, v = (in_rows(x, x.shape[1] * hd) for x in (q, k, v))
     slots, positions = mask.slots.contiguous(), mask.positions.contiguous()
     span = SPLIT if B * K >= 256 else SPLIT // 4
@@ -406,9 +411,11 @@ if triton is not None:
 
         The program whose keys include the new one stores it, and its value, in the cache.
         """
-        split, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+        split, head = tl.program_id(0), tl.program_id(1)
+        row = tl.program_id(2).to(tl.int64)
         position = tl.load(position_ptr + row).to(tl.int32)
-        length, index, begin = tl.minimum(position + 1, size), position % size, split * span
+        length = tl.minimum(position + 1, size)
+        index, begin = position % size, split * span
         g, d = tl.arange(0, GROUP), tl.arange(0, WIDTH)
         query = row * H + head * group + g      # among the queries of all rows
         q_mask = (g[:, None] < group) & (d[None, :] < hd)
@@ -472,5 +479,7 @@ if triton is not None:
             new_highest = tl.maximum(highest, lse)
             shrink, weight = tl.exp2(highest - new_highest), tl.exp2(lse - new_highest)
             part = tl.load(part_ptr + split * hd + d, mask=d < hd, other=0.0)
-            y, total, highest = y * shrink + part * weight, total * shrink + weight, new_highest
+            y = y * shrink + part * weight
+            total = total * shrink + weight
+            highest = new_highest
         tl.store(out_ptr + query * hd + d, (y / total).to(out_ptr.dtype.element_ty), mask=d < hd)
