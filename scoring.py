@@ -23,6 +23,7 @@ from data.tree_rows import Tree, pack_alone, pack_trees, prompt_trees, stack_ans
 from runtime import checkpoint, device, parallel, weights
 from runtime.config_keys import SEQ2SEQ
 from runtime.errors import CheckpointError
+from runtime.memory import as_memory_allows
 
 # A batch for a process that shares the weights and has scored all of its trees: it must still take
 # part in the forward passes of the others. One row of padding, of which one token is scored.
@@ -116,7 +117,8 @@ def launch(load, batches, forward, dropout_seed, sharded):
             if not (batch := upcoming()):
                 return
             launched = deque()
-            with parallel.evaluating(load(), dropout=dropout_seed is not None) as model:
+            with parallel.evaluating(as_memory_allows(load),
+                                     dropout=dropout_seed is not None) as model:
                 while batch:
                     arrays, scored = batch
                     if dropout_seed is not None:    # the tokens decide what is dropped
@@ -124,7 +126,8 @@ def launch(load, batches, forward, dropout_seed, sharded):
                                                  digest_size=8, key=str(dropout_seed).encode())
                         torch.manual_seed(int.from_bytes(digest.digest()))
                     with torch.no_grad():
-                        values = forward(model, arrays, scored)
+                        values = as_memory_allows(
+                            functools.partial(forward, model, arrays, scored))
                     if batch is not IDLE:
                         launched.append((device.HostCopy(values), scored))
                     if len(launched) == 2:

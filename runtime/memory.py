@@ -4,6 +4,7 @@
 """
 
 import gc
+import time
 from dataclasses import replace
 
 import numpy as np
@@ -20,7 +21,51 @@ from runtime.parallel import gather, world_size
 # With Gemma 3 270M on an H100 it is 10,000 tokens, and 4,400 if the launches are recorded.
 PASS_TOKENS = 8192
 CPU_BYTES = 2 ** 30     # for activations; more rows at once are hardly faster there
-RETRIES = 2             # of a step, each with half as many rows per pass
+WAIT = 10               # seconds between two tries to get memory that other programs have
+PATIENCE = 3600         # seconds of such tries
+
+
+def as_memory_allows(compute, fewer=None):
+    """Return compute(), which is called again where memory is lacking.
+
+    fewer: called with the error; makes compute() need less and returns whether it could. If not,
+    compute() is called every WAIT seconds as long as other programs have memory of the GPU. Several
+    processes give up at once: the others may wait in the middle of a pass.
+    """
+    until = time.monotonic() + PATIENCE
+    waiting = False
+    while True:
+        try:
+            return compute()
+        except (MemoryError, RuntimeError) as error:
+            if not out_of_memory(error) or world_size() > 1:
+                raise
+            lowered = fewer and fewer(error)
+            if not lowered and (time.monotonic() > until or not others_have_memory()):
+                raise
+        free_memory()       # not above: the error holds the activations
+        if not lowered:
+            if not waiting:
+                print('out of memory, and other programs use this GPU: waiting for theirs')
+            waiting = True
+            time.sleep(WAIT)
+
+
+def others_have_memory():
+    """Return whether programs besides this one have memory of its GPU; False on a CPU."""
+    if not torch.cuda.is_initialized():
+        return False
+    try:
+        free, total = torch.cuda.mem_get_info()
+    except RuntimeError:    # not even enough to ask
+        return True
+    return total - free > torch.cuda.memory_reserved() + 1.5 * 2 ** 30      # the driver needs some
+
+
+def free_memory():
+    """Free what is no longer used; recordings are freed as cycles."""
+    gc.collect()
+    torch.cuda.empty_cache()
 
 
 def fit_into_memory(train, run):
@@ -29,54 +74,43 @@ def fit_into_memory(train, run):
     It is that of the run to resume, else the fastest one. As long as memory is lacking before the
     end of the first step, it is halved.
     """
-    if run.cfg.micro_rows:
-        return train(run)
-    rows = (run.cfg.resume and run_settings(run.cfg.out_dir).get('micro_rows') or
-            pick_micro_rows(run.cfg, run.config, run.device, row_counts(run)))
-    rows = min(gather(rows))    # the memory of processes may differ
-    print(f'rows of {run.cfg.pack_len} tokens per forward pass: {rows}')
-    log = run.out_dir / 'log.jsonl'
-    while True:
-        cfg = replace(run.cfg, micro_rows=rows)
-        try:
-            return train(replace(run, cfg=cfg))
-        except (MemoryError, RuntimeError) as error:
-            rows = cfg.micro_rows       # `with_fewer_rows` may have lowered it
-            if (not out_of_memory(error) or rows == 1 or world_size() > 1
-                    or log.exists() and log.stat().st_size):
-                raise
-        free_memory()       # not above: the error holds the model
-        rows //= 2
-        print(f'out of memory; again with {rows} rows per forward pass')
+    cfg, log = run.cfg, run.out_dir / 'log.jsonl'
+    if not cfg.micro_rows:
+        rows = (cfg.resume and run_settings(cfg.out_dir).get('micro_rows') or
+                pick_micro_rows(cfg, run.config, run.device, row_counts(run)))
+        cfg = replace(cfg, micro_rows=min(gather(rows)))    # the memory of processes may differ
+        print(f'rows of {cfg.pack_len} tokens per forward pass: {cfg.micro_rows}')
+
+    def fewer(error):
+        if log.exists() and log.stat().st_size:
+            raise error
+        # not run.cfg, whose number was set; `with_fewer_rows` may have lowered that of cfg
+        return cfg is not run.cfg and halve_rows(cfg, cfg.micro_rows, 'again with')
+
+    return as_memory_allows(lambda: train(replace(run, cfg=cfg)), fewer)
 
 
 def with_fewer_rows(passes, n_rows, model, optimizer, cfg):
     """Return passes(), the forward and backward passes of a step of n_rows rows.
 
-    If they lack memory, discard their gradients, halve cfg.micro_rows, for later steps too, and
-    call them again, at most RETRIES times. The gradients change by rounding alone. Several
-    processes give up: the others may wait in the middle of a pass.
+    If they lack memory, their gradients are discarded, cfg.micro_rows is halved, for later steps
+    too, and they are called again. The gradients change by rounding alone.
     """
-    for retries in range(RETRIES + 1):
-        rows = min(cfg.micro_rows or n_rows, n_rows)
-        try:
-            return passes()
-        except (MemoryError, RuntimeError) as error:
-            if (not out_of_memory(error) or rows == 1 or world_size() > 1
-                    or retries == RETRIES):
-                raise
+    def fewer(_):
         optimizer.zero_grad()
         model.decoder.graphs = None     # recordings, which keep their memory
-        free_memory()       # not above: the error holds the activations
+        return halve_rows(cfg, min(cfg.micro_rows or n_rows, n_rows),
+                          'the step is taken again, from here on with')
+
+    return as_memory_allows(passes, fewer)
+
+
+def halve_rows(cfg, rows, what):
+    """Set cfg.micro_rows to half of `rows`, and say so, unless that is 0; return whether it is."""
+    if rows > 1:
         cfg.micro_rows = rows // 2
-        print(f'out of memory; the step is taken again, from here on with {cfg.micro_rows} rows '
-              f'per forward pass')
-
-
-def free_memory():
-    """Free what is no longer used; recordings are freed as cycles."""
-    gc.collect()
-    torch.cuda.empty_cache()
+        print(f'out of memory; {what} {cfg.micro_rows} rows per forward pass')
+    return rows > 1
 
 
 def row_counts(run):

@@ -2,13 +2,18 @@
 
 import contextlib
 import re
+import subprocess
+import sys
+from unittest import mock
 
 import pytest
 import torch
 
+import scoring
 import train
 from research.bench.common import MODELS
 from common import documents, llama_config, log_of
+from data.tree_rows import Tree
 from model import CausalLM
 from runtime import build, memory
 from runtime.config import read_assignments
@@ -84,6 +89,37 @@ def test_too_little_memory_in_the_first_step_halves_the_rows(tmp_path, capsys, m
     assert tried(2, rows=4) == [4, None]        # a number that was set is kept
 
 
+@pytest.mark.parametrize('others', [[True, True], [True, False], []])
+def test_what_lacks_memory_waits_as_long_as_other_programs_have_it(others, capsys, monkeypatch):
+    answers, calls, pauses = iter(others), [], []
+    monkeypatch.setattr(memory, 'others_have_memory', lambda: next(answers, False))
+    monkeypatch.setattr(memory.time, 'sleep', pauses.append)
+
+    def compute():
+        calls.append(1)
+        if len(calls) < 3:
+            raise torch.OutOfMemoryError('CUDA out of memory')
+        return 'done'
+    if all(others) and others:
+        assert memory.as_memory_allows(compute) == 'done' and pauses == [memory.WAIT] * 2
+    else:
+        with pytest.raises(torch.OutOfMemoryError):
+            memory.as_memory_allows(compute)
+        assert len(pauses) == sum(others)
+    assert capsys.readouterr().out.count('other programs use this GPU') == (len(others) > 0)
+
+
+def test_waiting_has_an_end_and_no_other_error_waits(monkeypatch):
+    monkeypatch.setattr(memory, 'others_have_memory', lambda: True)
+    monkeypatch.setattr(memory, 'WAIT', 0.0)
+    monkeypatch.setattr(memory, 'PATIENCE', 0.01)
+    for error in torch.OutOfMemoryError('CUDA out of memory'), RuntimeError('a bug'):
+        compute = mock.Mock(side_effect=error)
+        with pytest.raises(type(error)):
+            memory.as_memory_allows(compute)
+        assert (compute.call_count > 1) == isinstance(error, torch.OutOfMemoryError)
+
+
 # ---- A step that lacks memory is taken again -----------------------------------------------------
 
 def step_gradients(model, optimizer, packed, micro_rows):
@@ -135,8 +171,8 @@ def test_a_step_that_lacks_memory_is_taken_again_with_fewer_rows(dtype, kind, wh
     assert (again - right).norm() < (1e-5 if dtype == torch.float32 else 2e-2) * right.norm()
     assert loss_again == pytest.approx(loss, rel=1e-4)
     with little_memory(model, 0, where), pytest.raises(torch.OutOfMemoryError):
-        step_gradients(model, optimizer, packed, 8)     # 8, 4 and 2 rows
-    assert capsys.readouterr().out.count('taken again') == 2
+        step_gradients(model, optimizer, packed, 8)     # 8, 4, 2 and 1 rows
+    assert capsys.readouterr().out.count('taken again') == 3
 
 
 def test_a_run_survives_a_step_that_lacks_memory(settings_file, tmp_path, capsys, monkeypatch):
@@ -191,3 +227,33 @@ def test_a_step_fits_into_a_small_part_of_a_gpu(capsys):
         torch.cuda.set_per_process_memory_fraction(1.0)
     assert rows < 32 and 'the step is taken again' in capsys.readouterr().out
     assert (again - right).norm() < 2e-2 * right.norm()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason='needs a CUDA device')
+@pytest.mark.parametrize('trained', [True, False])
+def test_a_run_waits_for_a_program_that_fills_the_gpu(trained, capsys, monkeypatch):
+    monkeypatch.setattr(memory, 'WAIT', 1)
+    model = CausalLM(llama_config(vocab_size=211, intermediate_size=8192)).cuda()
+    model.init_weights()
+    optimizer = train.build_optimizer(model, train.TrainConfig())
+    packed = train.pack(documents(0, [1024] * 64), 1024, 1)
+    memory.free_memory()
+    filler = subprocess.Popen([sys.executable, '-c', '''
+import time, torch
+kept = []
+for size in 2 ** 30, 2 ** 25:
+    try:
+        while True:
+            kept.append(torch.empty(size, dtype=torch.uint8, device='cuda'))
+    except torch.OutOfMemoryError:
+        pass
+print('full', flush=True)
+time.sleep(5)'''], stdout=subprocess.PIPE, text=True)
+    assert filler.stdout.readline() == 'full\n'
+    if trained:
+        step_gradients(model, optimizer, packed, 64)
+    else:
+        trees = [Tree((), [*range(9)] * 400, [[1], [2]], [3600] * 2)]
+        scoring.option_log_probs(model, trees, pack_len=4096)
+    assert 'other programs use this GPU' in capsys.readouterr().out
+    assert filler.wait() == 0
