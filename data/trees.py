@@ -9,6 +9,7 @@ from typing import NamedTuple
 from data.files import dialogue
 from data.tree_rows import Tree
 from runtime.errors import DataError
+from runtime.readers import row_or_error
 
 
 def tokenize_questions(questions, shots, tokenizer, *, add_bos, max_length, chat='none',
@@ -18,11 +19,8 @@ def tokenize_questions(questions, shots, tokenizer, *, add_bos, max_length, chat
     """
     encoder = OptionEncoder(tokenizer, add_bos, chat, multiturn, header_as_system)
     for question in questions:
-        try:
-            yield question, question_tree(question, shots.get(question.group, []), encoder,
-                                          max_length)
-        except DataError as error:
-            yield question, error
+        yield question, row_or_error(question_tree, question, shots.get(question.group, []),
+                                     encoder, max_length)
 
 
 def question_tree(question, shots, encoder, max_length):

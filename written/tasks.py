@@ -137,27 +137,24 @@ class WrittenTask(AnswerTask):
 
 # ---- Confidences in the answers ------------------------------------------------------------------
 
-def no_shots(shots, rule):
-    """Return no solved questions: see Confidence.make_shots."""
-    return []
+def about_greedy(ask):
+    """Return `ask` of a Confidence that asks about the text of the greedy answer and its grade."""
+    return staticmethod(lambda question, sample: ask(
+        question, sample['greedy']['text'], sample['greedy']['correct']))
 
 
 @dataclass
 class Confidence(AnswerTask):
-    """A confidence in answers that were written before; a question without it is left out."""
+    """A confidence in answers that were written before; a question without it is left out.
+
+    ask:        (WrittenQuestion, sample of its answers) -> the question to ask about them
+    make_shots: (shots of the WrittenTask, its rule) -> the solved questions before that question
+    """
     parent: WrittenTask | None = None
     answers: dict = field(default_factory=dict)     # {(split, language, id): sample of the answers}
     optional = True
-
-    @staticmethod
-    def ask(question, sample):
-        """Return the question to ask about a WrittenQuestion and the sample of its answers."""
-        return question
-
-    @staticmethod
-    def make_shots(shots, rule):
-        """Return the solved questions before the question, from those of the WrittenTask."""
-        return shots
+    ask = staticmethod(lambda question, sample: question)
+    make_shots = staticmethod(lambda shots, rule: shots)
 
     @property
     def row(self):
@@ -184,18 +181,14 @@ class SampleConfidence(Confidence):
 
 class PTrueConfidence(Confidence, PTrueTask):
     """P(True) of the greedy answer; its prompts are scored as those of PTrueTask."""
+    ask = about_greedy(written_answers.proposed)
     make_shots = staticmethod(written_answers.proposed_shots)
-
-    @staticmethod
-    def ask(question, sample):
-        greedy = sample['greedy']
-        return written_answers.proposed(question, greedy['text'], greedy['correct'])
 
 
 class PTrueAmongSamples(PTrueConfidence):
     """P(True) of the greedy answer, which is shown with others."""
-    make_shots = staticmethod(no_shots)
     ask = staticmethod(written_answers.proposed_among)
+    make_shots = staticmethod(lambda shots, rule: [])
 
 
 class ProbeConfidence(Confidence):
@@ -241,12 +234,8 @@ class StatedConfidence(Confidence):
     """A probability that the model states in words after its greedy answer."""
     left_out = 'no answer states a probability from 0 to 1'
     longest, stop = 16, ('\n',)
-    make_shots = staticmethod(no_shots)
-
-    @staticmethod
-    def ask(question, sample):
-        greedy = sample['greedy']
-        return written_answers.verbalized_2s(question, greedy['text'], greedy['correct'])
+    ask = about_greedy(written_answers.verbalized_2s)
+    make_shots = staticmethod(lambda shots, rule: [])
 
     def max_tokens(self, cfg):
         return self.longest
