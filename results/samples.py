@@ -70,7 +70,6 @@ def open_folder(out_dir, tasks, settings, *, pictures, overwrite, processes=1):
         sources[label] = now
     earlier = read_results(results, ANEW)['tasks'] if results.exists() else {}
     done = _scored(samples)
-    merge_parts(samples)
     claim_lines(out_dir, outputs, settings | {'tasks': sources}, processes)
     return earlier, done
 
@@ -132,7 +131,10 @@ def samples_digest(samples):
 
 
 def claim_lines(folder, names, content, processes):
-    """Put the files of `open_lines` on the list of `folder`; write what all lines share."""
+    """Put the files of `open_lines` on the list of `folder`; merge the parts of an earlier command;
+    write what all lines share.
+    """
+    merge_parts(folder / names[0])
     ownership.claim(folder, *names, *part_names(folder / names[0], processes))
     ownership.write_text(folder / names[1], json.dumps(content, indent=1) + '\n')
 
@@ -329,11 +331,8 @@ def by_order(samples):
 
 def read_splits(path):
     """Return ({task: its latest samples}, likewise of the validation split), by `sample_order`."""
-    splits = {}
-    for sample in sorted(latest_samples(read_samples(path)), key=sample_order):
-        tasks = splits.setdefault(sample.get('split', 'test'), {})
-        tasks.setdefault(sample['task'], []).append(sample)
-    return splits.get('test', {}), splits.get('validation', {})
+    samples = sorted(latest_samples(read_samples(path)), key=sample_order)
+    return tuple(by_task(of_split(samples, split), {}) for split in ('test', 'validation'))
 
 
 def by_task(samples, prompts):
