@@ -389,10 +389,10 @@ def changed_answers(*predicted):
 
 def equal_accuracy(answers):
     """Return a line with the test of equal accuracy of three runs or more; '' for others."""
-    predicted = shared_predictions(*answers.values())
-    index, n = predicted[0].questions
-    if len(answers) < 3 or not n:
+    predicted = shared_predictions(*answers.values()) if len(answers) > 2 else ()
+    if not predicted or not len(predicted[0].labels):
         return ''
+    index, n = predicted[0].questions
     q, p = significance.cochran_q([metrics.top_label(*x[:2])[1] for x in predicted], index)
     return (f"Cochran's Q of equal accuracy, over the {n} questions that all runs have: "
             f'{q:.2f}, p {p:.2g}')
