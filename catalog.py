@@ -375,20 +375,16 @@ def tace(probs, labels, n_ranges=15, threshold=0.01, n_options=None) -> float:
     """
     metrics.check_count('n_ranges', n_ranges)
     metrics.check_range('threshold', threshold, '[0, 1]')
-    return float(np.mean([
-        _expected_gap(*_chunk_means(p, is_label, n_ranges, metrics.rounded_chunk_ends))
-        if len(p) else 0.0
-        for p, is_label in _by_option(probs, labels, n_options, threshold)]))
-
-
-def _by_option(probs, labels, n_options, above=-1):
-    """Yield (p_ik, [label_i = k]) for each option k, of the rows that have it with p_ik > above."""
     probs, labels, n_options = metrics.check_probs(probs, labels, n_options)
-    above = metrics.round_for_ties(np.asarray(above, probs.dtype))
+    threshold = metrics.round_for_ties(np.asarray(threshold, probs.dtype))
+    gaps = []
     for k in range(n_options.max()):
         p = metrics.round_for_ties(probs[:, k])
-        rows = (n_options > k) & (p > above)
-        yield p[rows], labels[rows] == k
+        rows = (n_options > k) & (p > threshold)
+        count, conf, acc = _chunk_means(p[rows], labels[rows] == k, n_ranges,
+                                        metrics.rounded_chunk_ends) if rows.any() else np.zeros(3)
+        gaps.append(np.nansum(count * np.abs(acc - conf)) / max(1, rows.sum()))
+    return float(np.mean(gaps))
 
 
 # Bins
@@ -407,11 +403,6 @@ def _chunk_means(values, outcomes, n_bins, chunk_ends):
     ends = chunk_ends(n, min(n_bins, n))
     index = np.searchsorted(np.sort(values)[ends - 1], values, side='left')
     return metrics.bin_means(index, len(ends), values, outcomes)
-
-
-def _expected_gap(count, confidence, accuracy) -> float:
-    """sum_B |B|/N |acc(B) - conf(B)|, over the non-empty bins."""
-    return float(np.nansum(count * np.abs(accuracy - confidence)) / count.sum())
 
 
 # The table of all metrics

@@ -140,7 +140,6 @@ def open_answers(cfg, settings, processes):
         ownership.rename_old(*map(out.with_name, (*names, *merged_names(out))))
     open_lines(out.parent, names, settings, 'answers', advice, processes)
     done = {(row['id'], row['prompt_hash']) for _, row in read_jsonl(*with_parts(out))}
-    merge_parts(out)
     claim_lines(out.parent, names, settings, processes)
     return done
 

@@ -7,7 +7,7 @@ import os
 import re
 from pathlib import Path
 
-from results.loss_picture import draw_loss
+from results.figures import draw_loss
 from results.markdown import markdown
 from runtime import ownership, rooms, saving
 from runtime.config import run_folder, run_settings

@@ -156,23 +156,18 @@ class Answers(NamedTuple):
     keys: list          # of the samples, as in `question_keys`
     predicted: Predictions
 
-    def rows(self, keys):
-        """Return the index of the sample with each of these keys."""
-        at = {key: i for i, key in enumerate(self.keys)}
-        return [at[key] for key in keys]
 
-    def select(self, keys):
-        """Return the Predictions of the samples with these keys, in this order."""
-        return self.predicted.at(self.rows(keys))
-
-    def is_right(self, keys):
-        """Return whether the answers in the samples with these keys are right, bool [N]."""
-        return metrics.top_label(*self.select(keys)[:2])[1]
-
-    def questions(self, keys):
-        """Return the number of the question of each of these keys, and how many there are."""
-        index, _ = self.predicted.questions or stats.question_index(None, len(self.keys))
-        return stats.question_index(index[self.rows(keys)], len(keys))
+def shared_predictions(*answers):
+    """Return the Predictions of each Answers for the rows whose keys all have, as the first orders
+    them and numbers their questions.
+    """
+    rows = [{key: i for i, key in enumerate(x.keys)} for x in answers]
+    keys = [key for key in answers[0].keys if all(key in at for at in rows)]
+    predicted = [x.predicted.at([at[key] for key in keys])
+                 for x, at in zip(answers, rows, strict=True)]
+    numbers = predicted[0].questions
+    questions = stats.question_index(numbers and numbers[0], len(keys))
+    return [p._replace(questions=questions) for p in predicted]
 
 
 def compare_task(task, runs, samples, keys, cfg):
@@ -200,34 +195,39 @@ def compare_task(task, runs, samples, keys, cfg):
                | {'pooled': answers[name].predicted.report()}
                for name, by_language in zip(answers, groups, strict=True)}
     keys = [key for key in keys if all(key in x['pooled'] for x in reports.values())]
-    shared = {(a, b): shared_keys(answers[a], answers[b])
-              for a, b in itertools.combinations(answers, 2)}
-    counts = {(a, b): answers[a].questions(both)[1] for (a, b), both in shared.items()}
-    pairs = {pair: both for pair, both in shared.items() if counts[pair] > 1}
-    remarks += [f'{task}: {a} and {b} have {n or "no"} question in common, and a '
-                f'difference needs two; evaluate both on the same questions, with the same --limit '
-                f'and --seed, or give rows of files the same id, question and answer'
-                for (a, b), n in counts.items() if n < 2]
-    remarks += [f'{task}: {n} questions are left out of {b} - {a}: they have another right answer, '
-                f'or more options, in {b}' for (a, b), both in shared.items()
-                if (n := len({x for x, *_ in answers[a].keys} & {x for x, *_ in answers[b].keys})
-                    - len(both))]
-    rows, reasons = over_questions(pairs, answers, keys, cfg)
+    differences, changes, left_out, reasons = [], [], [], {}
+    pairs = [*itertools.combinations(answers, 2)]
+    for a, b in pairs:
+        first, second = shared_predictions(answers[a], answers[b])
+        n = first.questions[1]
+        if n > 1:
+            differences += over_questions(a, b, first, second, keys, cfg, reasons)
+            changes.append([f'{a} to {b}', *changed_answers(first, second)])
+        else:
+            remarks.append(f'{task}: {a} and {b} have {n or "no"} question in common, and a '
+                           f'difference needs two; evaluate both on the same questions, with the '
+                           f'same --limit and --seed, or give rows of files the same id, question '
+                           f'and answer')
+        in_both = {x for x, *_ in answers[a].keys} & {x for x, *_ in answers[b].keys}
+        if n_other := len(in_both) - len(first.labels):
+            left_out.append(f'{task}: {n_other} questions are left out of {b} - {a}: they have '
+                            f'another right answer, or more options, in {b}')
     differences = [['difference', 'over', 'questions', 'metric', 'mean', '95 % interval', 'p',
-                    'p (Holm)'], *rows, *over_languages(shared, reports, keys)]
-    changes, q = changed_answers(pairs, answers)
+                    'p (Holm)'], *with_holm(differences, '.3f'),
+                   *over_languages(pairs, reports, keys)]
+    changes = [['change', 'questions', 'wrong to right', 'right to wrong', 'negative flips',
+                '95 % interval', "McNemar's p", 'p (Holm)'], *with_holm(changes, '.2g')]
     whole = [by_language['pooled'] for by_language in reports.values()]
-    n_unit = next(iter(answers.values())).result['unit']
-    remarks += filter(None, [shared_note(whole[0], n_unit)])
-    if {'rmsce', 'mad'} & {*keys} and (
-            note := few_rows_note(min(report['n'] for report in whole), n_unit)):
-        remarks.append(note)
+    unit = next(iter(answers.values())).result['unit']
+    remarks += [*left_out, shared_note(whole[0], unit)]
+    if {'rmsce', 'mad'} & {*keys}:
+        remarks.append(few_rows_note(min(report['n'] for report in whole), unit))
     if any(row[1].endswith('languages') for row in differences):
         remarks.append(T_NOTE)
-    remarks += reasons
-    table, lines = question_table(task, answers, reports, keys)
+    remarks += [*reasons, equal_accuracy(answers)]
+    table, lines = question_table(task, answers, reports, keys, unit)
     more = [('', cells) for cells in (differences, changes) if len(cells) > 1]
-    return Section(title, table, remarks + q, more), lines, answers
+    return Section(title, table, [*filter(None, remarks)], more), lines, answers
 
 
 def rows_to_read(answers):
@@ -295,11 +295,6 @@ def question_keys(samples):
     return {run: [*zip(keys[run], right[run], strict=True)] for run in samples}
 
 
-def shared_keys(first, *others):
-    """Return the keys that all Answers have, in the order of the first."""
-    return [*filter(set.intersection(*(set(x.keys) for x in others)).__contains__, first.keys)]
-
-
 def average_runs(answers):
     """Return Answers, whose norm is 'sum', with the mean probabilities; or why there are none."""
     if any(x.predicted.scores is None for x in answers):
@@ -327,14 +322,13 @@ def average_runs(answers):
                    keys, predictions(samples, 'sum'))
 
 
-def question_table(task, answers, reports, keys):
+def question_table(task, answers, reports, keys, unit):
     """Return a task's cells and the lines of its CSV."""
     losses = {x.run.settings.get('loss') for x in answers.values()}
     settings = ('loss', 'smoothing') if len(losses) > 1 else ('smoothing',)
     table = []
     lines = []
     groups = []
-    unit = next(iter(answers.values())).result['unit']
     for language in next(iter(reports.values())):
         for name, x in answers.items():
             report = reports[name][language]
@@ -349,31 +343,27 @@ def question_table(task, answers, reports, keys):
     return mark_best([header, *table], groups), lines
 
 
-def over_questions(pairs, answers, keys, cfg):
-    """Return (rows of each pair's second run minus the first, over the questions of both; the lines
-    that say which metrics have no interval, and why).
+def over_questions(a, b, first, second, keys, cfg, reasons):
+    """Return the rows of run b minus run a, over the questions of both; add to the dict `reasons`
+    the lines that say which metrics have no interval, and why.
     """
-    rows, reasons = [], {}
-    for (first, second), shared in pairs.items() if cfg.n_bootstrap else ():
-        # both have the same draws, because seed, questions and their number are the same
-        questions = answers[first].questions(shared)
-        values, resampled = measure({
-            name: answers[name].select(shared)._replace(questions=questions)
-            for name in (first, second)}, cfg.n_bootstrap, cfg.seed, keys)
-        for key in [key for key in keys if key in resampled[first]]:
-            drawn, (x, y) = ([z[name][key] for name in (first, second)]
-                             for z in (resampled, values))
-            ends, p = '', None
-            missing = [z['no_interval'][key] for z in values.values()
-                       if key in z.get('no_interval', {})]
-            if missing:
-                reasons.setdefault(f'no interval of {title_of(key)} ({missing[0]})')
-            else:
-                low, high, p = stats.difference_test(*drawn, (x, y), not measure_of(key).is_mean)
-                ends = f'{low:+.4f} {high:+.4f}'
-            rows.append([f'{second} - {first}', 'questions', str(questions[1]), title_of(key),
-                         f'{y - x:+.4f}', ends, p])
-    return with_holm(rows, '.3f'), [*reasons]
+    if not cfg.n_bootstrap:
+        return []
+    # both have the same draws, because seed, questions and their number are the same
+    values, resampled = measure({a: first, b: second}, cfg.n_bootstrap, cfg.seed, keys)
+    rows = []
+    for key in [key for key in keys if key in resampled[a]]:
+        drawn, (x, y) = ([z[name][key] for name in (a, b)] for z in (resampled, values))
+        ends, p = '', None
+        missing = (z.get('no_interval', {}).get(key) for z in values.values())
+        if missing := next(filter(None, missing), ''):
+            reasons.setdefault(f'no interval of {title_of(key)} ({missing})')
+        else:
+            low, high, p = stats.difference_test(*drawn, (x, y), not measure_of(key).is_mean)
+            ends = f'{low:+.4f} {high:+.4f}'
+        rows.append([f'{b} - {a}', 'questions', str(first.questions[1]), title_of(key),
+                     f'{y - x:+.4f}', ends, p])
+    return rows
 
 
 def over_languages(pairs, reports, keys):
@@ -388,25 +378,24 @@ def over_languages(pairs, reports, keys):
     return with_holm(rows, '.2g')
 
 
-def changed_answers(pairs, answers):
-    """Return (cells: the answers that change between the runs of a pair, [a note on all runs])."""
-    rows = []
-    for pair, shared in pairs.items():
-        before, after = (answers[name].is_right(shared) for name in pair)
-        index, n = answers[pair[0]].questions(shared)
-        lost, won, p = significance.mcnemar(before, after, index)
-        low, high = stats.share_interval(before & ~after, index)
-        rows.append([' to '.join(pair), str(n), str(won), str(lost),
-                     f'{lost / len(before):.4f}', f'{low:.4f} {high:.4f}', p])
-    cells = [['change', 'questions', 'wrong to right', 'right to wrong', 'negative flips',
-              '95 % interval', "McNemar's p", 'p (Holm)'], *with_holm(rows, '.2g')]
-    shared = shared_keys(*answers.values())
-    if len(answers) < 3 or not shared:
-        return cells, []
-    index, n = next(iter(answers.values())).questions(shared)
-    q, p = significance.cochran_q([x.is_right(shared) for x in answers.values()], index)
-    return cells, [f"Cochran's Q of equal accuracy, over the {n} questions that all runs have: "
-                   f'{q:.2f}, p {p:.2g}']
+def changed_answers(*predicted):
+    """Return the cells of the answers that change from the first to the second Predictions."""
+    before, after = (metrics.top_label(*p[:2])[1] for p in predicted)
+    index, n = predicted[0].questions
+    lost, won, p = significance.mcnemar(before, after, index)
+    low, high = stats.share_interval(before & ~after, index)
+    return [str(n), str(won), str(lost), f'{lost / len(before):.4f}', f'{low:.4f} {high:.4f}', p]
+
+
+def equal_accuracy(answers):
+    """Return a line with the test of equal accuracy of three runs or more; '' for others."""
+    predicted = shared_predictions(*answers.values()) if len(answers) > 2 else ()
+    if not predicted or not len(predicted[0].labels):
+        return ''
+    index, n = predicted[0].questions
+    q, p = significance.cochran_q([metrics.top_label(*x[:2])[1] for x in predicted], index)
+    return (f"Cochran's Q of equal accuracy, over the {n} questions that all runs have: "
+            f'{q:.2f}, p {p:.2g}')
 
 
 def with_holm(rows, spec):

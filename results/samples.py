@@ -70,7 +70,6 @@ def open_folder(out_dir, tasks, settings, *, pictures, overwrite, processes=1):
         sources[label] = now
     earlier = read_results(results, ANEW)['tasks'] if results.exists() else {}
     done = _scored(samples)
-    merge_parts(samples)
     claim_lines(out_dir, outputs, settings | {'tasks': sources}, processes)
     return earlier, done
 
@@ -132,7 +131,10 @@ def samples_digest(samples):
 
 
 def claim_lines(folder, names, content, processes):
-    """Put the files of `open_lines` on the list of `folder`; write what all lines share."""
+    """Put the files of `open_lines` on the list of `folder`; merge the parts of an earlier command;
+    write what all lines share.
+    """
+    merge_parts(folder / names[0])
     ownership.claim(folder, *names, *part_names(folder / names[0], processes))
     ownership.write_text(folder / names[1], json.dumps(content, indent=1) + '\n')
 
@@ -179,10 +181,9 @@ class SampleWriter:
     """
 
     def __init__(self, out_dir, done, rank=0, processes=1):
-        self.paths = [out_dir / 'samples.jsonl', part(out_dir / 'samples.jsonl', rank, processes)]
-        self.done, self.new = done, []
+        self.path, self.done, self.new = out_dir / 'samples.jsonl', done, []
         self.identity = folder_identity(out_dir)
-        self.file = open(self.paths[1], 'ab', buffering=0)
+        self.file = open(part(self.path, rank, processes), 'ab', buffering=0)
 
     def append(self, key, prompt, sample):
         """Write a sample with its key, unless one of this prompt is there."""
@@ -193,8 +194,7 @@ class SampleWriter:
 
     def latest(self, task=None):
         """Return the latest samples of all tasks, or of one with its `is_unstated`."""
-        rows = [sample for path in dict.fromkeys(self.paths) if path.exists()
-                for sample in read_samples(path)]
+        rows = read_samples(self.path) + self.new if self.path.exists() else self.new
         return latest_samples([row for row in rows if task in (None, row['task'])],
                               unstated=task is not None)
 
@@ -331,11 +331,8 @@ def by_order(samples):
 
 def read_splits(path):
     """Return ({task: its latest samples}, likewise of the validation split), by `sample_order`."""
-    splits = {}
-    for sample in sorted(latest_samples(read_samples(path)), key=sample_order):
-        tasks = splits.setdefault(sample.get('split', 'test'), {})
-        tasks.setdefault(sample['task'], []).append(sample)
-    return splits.get('test', {}), splits.get('validation', {})
+    samples = sorted(latest_samples(read_samples(path)), key=sample_order)
+    return tuple(by_task(of_split(samples, split), {}) for split in ('test', 'validation'))
 
 
 def by_task(samples, prompts):

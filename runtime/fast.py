@@ -14,10 +14,11 @@ source is unknown, or that is a closure, is always another one. This file import
 """
 
 import ast
-import functools
 import hashlib
-import linecache
+import inspect
+import textwrap
 from collections.abc import Callable
+from tokenize import TokenError
 from types import FunctionType
 from typing import Any
 
@@ -90,19 +91,11 @@ def definition(function: Callable) -> ast.FunctionDef | None:
     code = getattr(function, '__code__', None)
     if code is None or getattr(function, '__closure__', None):
         return None
-    linecache.checkcache(code.co_filename)
-    lines = linecache.getlines(code.co_filename, function.__globals__)  # type: ignore[attr-defined]
     try:
-        return definitions(''.join(lines)).get((code.co_name, code.co_firstlineno))
-    except SyntaxError:     # the file has been edited since it was imported
-        return None
-
-
-@functools.cache
-def definitions(source: str) -> dict[tuple[str, int], ast.FunctionDef]:
-    """Return {(name, first line): syntax tree} of all functions of a file."""
-    return {(node.name, min([node.lineno, *(x.lineno for x in node.decorator_list)])): node
-            for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef)}
+        node = ast.parse(textwrap.dedent(inspect.getsource(code))).body[0]
+    except (OSError, SyntaxError, IndexError, TokenError):
+        return None     # there is no file, or it has been edited since it was imported
+    return node if isinstance(node, ast.FunctionDef) and node.name == code.co_name else None
 
 
 def structure(node) -> str:
