@@ -24,6 +24,7 @@ from runtime import cli
 if __name__ == '__main__':
     cli.begin()
 
+import ast
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
@@ -48,6 +49,7 @@ from runtime.build import build_model
 from runtime.config import load_config, require_range
 from runtime.device import micro_batches, to_device
 from runtime.errors import ConfigError
+from runtime.fast import definition
 from runtime.loss import loss_options
 from runtime.parallel import evaluating, gather
 
@@ -181,21 +183,28 @@ UNUSED = ('from_scratch', 'shape', 'data_kind', 'answers', 'train_on_inputs', 'l
           'loss_reduction', 'base_smoothing', 'fp8')
 
 
-def settings_read(loss, cfg):
-    """Return the names that a function of (Pairs, AlignConfig) uses, and those of the settings that
-    it and what it calls read for one pair; of all settings if it fails there.
-    """
-    names = {*getattr(getattr(loss, '__code__', None), 'co_names', ())}
+def may_read(loss, key):
+    """Return whether a function of (Pairs, AlignConfig) may read a setting, by its syntax tree.
 
-    class Recorded:
-        def __getattr__(self, key):
-            names.add(key)
-            return getattr(cfg, key)
-    try:
-        loss(Pairs(*torch.tensor([-1.0, -2, 1, 1, -1, -1])[:, None]), Recorded())
-    except Exception:       # the loss may be the user's own
-        return vars(cfg).keys()
-    return names
+    So it may if its source is unknown, or if it uses the settings in other ways than by their
+    names, as in `cfg.beta`, and in methods of Pairs, as in `pairs.margin(cfg)`.
+    """
+    tree = definition(loss)
+    if tree is None or len(tree.args.args) != 2:
+        return True
+    pairs, cfg = (argument.arg for argument in tree.args.args)
+    other_uses = 0
+    for node in ast.walk(tree):
+        match node:
+            case ast.Name(name) if name == cfg:
+                other_uses += 1
+            case ast.Attribute(ast.Name(name), attribute) if name == cfg and attribute != key:
+                other_uses -= 1
+            case ast.Call(ast.Attribute(ast.Name(name), method), [ast.Name(argument)]) if (
+                    (name, argument) == (pairs, cfg)
+                    and not may_read(getattr(Pairs, method, None), key)):
+                other_uses -= 1
+    return other_uses > 0
 
 
 def check_settings_are_read(cfg):
@@ -210,7 +219,7 @@ def check_settings_are_read(cfg):
     for decider, is_read, keys in (
             ('', False, UNUSED),
             ('method', loss, ['beta']),     # also of the margin in the log
-            *(('method', loss and key in settings_read(loss, cfg), [key])
+            *(('method', loss and may_read(loss, key), [key])
               for key in ('per_token', 'label_noise', 'gamma')),
             ('method', cfg.method in RL_METHODS, reward_keys),
             ('method', cfg.method == 'ppo', ppo_keys),
