@@ -20,8 +20,8 @@ from runtime.digests import file_digest, json_digest
 from runtime.errors import CheckpointError
 from runtime.json_rules import check_values, read_json_object
 from runtime.saving import write_files
-from runtime.weights import (BUFFERS, FLOAT_TYPES, LowRank, names_on_disk, read_tensors, text_key,
-                             their_key)
+from runtime.weights import (BUFFERS, FLOAT_TYPES, LowRank, names_on_disk, read_tensors,
+                             shapes_on_disk, text_key, their_key)
 
 WEIGHTS = 'adapter_model.safetensors', 'adapter_model.bin'
 FILES = WEIGHTS[0], ADAPTER     # written for the adapters of a run
@@ -83,13 +83,13 @@ def beside_base(folder: Path, base: Path) -> Path:
 def changes(folder: Path, model) -> dict[str, LowRank]:
     """Return what the adapter in `folder` changes in a base model, {tensor: LowRank}.
 
-    model: of `checkpoint.build`. As in peft, the scale is alpha / r or, with use_rslora,
-    alpha / sqrt(r). Raises CheckpointError that names the tensor.
+    As in peft, the scale is alpha / r or, with use_rslora, alpha / sqrt(r). Raises CheckpointError
+    that names the tensor.
     """
     folder = folder.resolve()       # of a model folder it is a link
     settings = read_settings(folder)
     file = weights_file(folder)
-    shapes = {key: [*p.shape] for key, p in model.state_dict().items()}
+    shapes = shapes_on_disk(model)
     matrices, low_rank = {}, {}
     for key, tensor in read_tensors(file).items():
         if BUFFERS.fullmatch(key.removeprefix(PREFIX)):

@@ -181,9 +181,10 @@ class SampleWriter:
     """
 
     def __init__(self, out_dir, done, rank=0, processes=1):
-        self.path, self.done, self.new = out_dir / 'samples.jsonl', done, []
+        self.paths = [out_dir / 'samples.jsonl', part(out_dir / 'samples.jsonl', rank, processes)]
+        self.done, self.new = done, []
         self.identity = folder_identity(out_dir)
-        self.file = open(part(self.path, rank, processes), 'ab', buffering=0)
+        self.file = open(self.paths[1], 'ab', buffering=0)
 
     def append(self, key, prompt, sample):
         """Write a sample with its key, unless one of this prompt is there."""
@@ -194,7 +195,8 @@ class SampleWriter:
 
     def latest(self, task=None):
         """Return the latest samples of all tasks, or of one with its `is_unstated`."""
-        rows = read_samples(self.path) + self.new if self.path.exists() else self.new
+        rows = [sample for path in dict.fromkeys(self.paths) if path.exists()
+                for sample in read_samples(path)]
         return latest_samples([row for row in rows if task in (None, row['task'])],
                               unstated=task is not None)
 

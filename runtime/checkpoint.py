@@ -17,8 +17,8 @@ from runtime.sources import is_hub_name
 from runtime.json_rules import read_json_object
 from runtime.ownership import note_inputs
 from runtime.parallel import load_full
-from runtime.weights import (BUFFERS, FLOAT_TYPES, merged, names_on_disk, read_weights, text_key,
-                             their_key, weight_files)
+from runtime.weights import (BUFFERS, FLOAT_TYPES, merged, names_on_disk, read_weights,
+                             shapes_on_disk, text_key, their_key, weight_files)
 
 # files that transformers and vLLM need besides the weights
 SIDE_FILES = ('generation_config.json', 'tokenizer.json', 'tokenizer.model', 'tokenizer.model.v*',
@@ -164,7 +164,7 @@ def check_weights(folder: str | Path, config: ModelConfig):
                                   f'tie_word_embeddings = true; set that to false in config.json, '
                                   f'or remove {name}')
     model = build(config)
-    shapes = {key: [*p.shape] for key, p in model.state_dict().items()}
+    shapes = shapes_on_disk(model)
     link = Path(folder, ADAPTER_LINK)
     changes = rooms.load('adapter').changes(link, model) if link.exists() else {}
     stored = {text: (path, key, tensor) for text, (path, key, tensor) in stored.items()

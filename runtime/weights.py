@@ -63,6 +63,11 @@ def names_on_disk(model) -> dict[str, str]:
     return {their_key(key, model.config): key for key, _ in model.named_parameters()}
 
 
+def shapes_on_disk(model) -> dict[str, list[int]]:
+    """Return {name on disk: shape} of the parameters of a model."""
+    return {their_key(key, model.config): [*p.shape] for key, p in model.named_parameters()}
+
+
 def weight_files(folder: Path) -> dict[Path, set | None]:
     """Return {file of a model's weights: names of its tensors by the index of shards, or None}."""
     for single in (folder / 'model.safetensors', folder / 'pytorch_model.bin'):
