@@ -248,8 +248,6 @@ def chat_words(cfg):
 
 LENGTHS = {'token': 'log-probabilities per token', 'sum': 'summed log-probabilities',
            'char': 'log-probabilities per character', 'byte': 'log-probabilities per byte'}
-# how the options of a question are scored, for `distribution`
-AS_ASKED = '{cfg.prompt_format}, {cfg.shots} shots, options scored by {scored}, {length}, {chat}'
 
 
 class OptionTask(Task):
@@ -258,7 +256,6 @@ class OptionTask(Task):
     described = 'prompt_format', 'shots', 'scoring', 'chat'
     identity = ('id', 'answer', 'subject', 'category', 'language', 'duplicate_options', 'digest',
                 'by')
-    words = f'{AS_ASKED}{{dropout}}'        # which probabilities are measured
 
     read = staticmethod(load_task)
 
@@ -294,8 +291,8 @@ class OptionTask(Task):
     def describe(self, cfg, counts):
         return super().describe(cfg, counts) | {'duplicate_options': counts['duplicate_options']}
 
-    def distribution(self, cfg):
+    def distribution(self, cfg, orders=''):
         default = 'letters' if cfg.prompt_format == 'mmlu' else f'the rule of {cfg.prompt_format}'
-        return self.words.format(cfg=cfg, scored=default if cfg.scoring == 'auto' else cfg.scoring,
-                                 length=LENGTHS[cfg.norm], chat=chat_words(cfg),
-                                 dropout=dropout_words(cfg))
+        scored = default if cfg.scoring == 'auto' else cfg.scoring
+        return (f'{cfg.prompt_format}, {cfg.shots} shots, options scored by {scored}, '
+                f'{LENGTHS[cfg.norm]}, {chat_words(cfg)}{orders}{dropout_words(cfg)}')

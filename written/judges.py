@@ -14,7 +14,7 @@ from data.preferences import (PREFERENCE_PATTERNS, SUBJECT, join_answers, scored
                               to_ranking)
 from data.prompts import Prompt
 from data.questions import Loaded, Question, of_languages
-from data.tasks import OptionTask
+from data.tasks import OptionTask, chat_words
 from runtime.errors import DataError
 from runtime.sources import fetch
 from written.variants import PermutedTask
@@ -89,9 +89,11 @@ class JudgeTask(PermutedTask):
     others = 'tied or without scores'
     all_metrics = True
     identity = *OptionTask.identity, 'published', 'first'
-    words = 'pairwise judge, mean over both orders of the answers, 0 shots, {chat}'
 
     read = staticmethod(load_pairs)
+
+    def distribution(self, cfg):
+        return f'pairwise judge, mean over both orders of the answers, 0 shots, {chat_words(cfg)}'
 
 
 TASK = JudgeTask

@@ -11,6 +11,7 @@ from data.files import has_fields, read_rows, require_text
 from data.items import draw, parse_rows
 from data.prompts import lettered
 from data.questions import Loaded, Question
+from data.tasks import chat_words
 from runtime.errors import DataError
 from runtime.sources import fetch
 from written.variants import PTrueTask
@@ -70,9 +71,11 @@ class PIKTask(PTrueTask):
     """P(IK) of a tuned model: each question is asked without its answer."""
     settings, described = (), ('chat', 'shots')
     all_metrics = True
-    words = 'P(IK) of a drawn answer, asked in words, 0 shots, {chat}'
 
     read = staticmethod(load_p_ik)
+
+    def distribution(self, cfg):
+        return f'P(IK) of a drawn answer, asked in words, 0 shots, {chat_words(cfg)}'
 
 
 TASK = PIKTask

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from data.tasks import AS_ASKED, OptionTask
+from data.tasks import OptionTask
 
 
 def variant(task, name, scored, top_option):
@@ -30,7 +30,6 @@ def variant(task, name, scored, top_option):
 class PermutedTask(OptionTask):
     """The same questions with their options in several orders; a sample has the mean of them."""
     described = *OptionTask.described, 'permute'
-    words = f'{AS_ASKED}, mean over {{cfg.permute}} orders of the options{{dropout}}'
 
     @staticmethod
     def sample(question, log_probs, n_tokens):
@@ -45,6 +44,9 @@ class PermutedTask(OptionTask):
         return {'answer': question.answer, 'options': question.options,
                 'log_probs': mean_over_orders(orders), 'n_tokens': [1] * n,
                 'orders': orders} | first
+
+    def distribution(self, cfg):
+        return super().distribution(cfg, f', mean over {cfg.permute} orders of the options')
 
 
 def mean_over_orders(orders):
@@ -65,7 +67,6 @@ class ContextualTask(OptionTask):
 
     `log_probs` of a sample are the logarithms of these ratios, with the mean over such prompts.
     """
-    words = f'contextual calibration, {OptionTask.words}'
 
     @staticmethod
     def sample(question, log_probs, n_tokens):
@@ -75,10 +76,12 @@ class ContextualTask(OptionTask):
                 'log_probs': ratios.tolist(), 'n_tokens': published['n_tokens'],
                 'content_free': free.tolist()}
 
+    def distribution(self, cfg):
+        return f'contextual calibration, {super().distribution(cfg)}'
+
 
 class PTrueTask(OptionTask):
     """P(True): is the model's top option right? A sample has the probability of (A), True."""
-    words = f'P(True) of the top option, {OptionTask.words}'
 
     @staticmethod
     def sample(question, log_probs, n_tokens):
@@ -87,3 +90,6 @@ class PTrueTask(OptionTask):
         return {'correct': question.answer == 0, 'confidence': float(np.exp(log_p[0])),
                 'log_prob': float(log_p[question.answer]),
                 'entropy': float(-(np.exp(log_p) * log_p).sum())}
+
+    def distribution(self, cfg):
+        return f'P(True) of the top option, {super().distribution(cfg)}'
