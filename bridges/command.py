@@ -82,35 +82,43 @@ class ReportInput:
     """The numbers of a task's samples that metrics.report reads, in 8 bytes each."""
 
     def __init__(self):
-        self.probs, self.scores = array('d'), array('d')    # NaN: not stated
+        self.probs, self.scores = array('d'), array('d')
         self.labels, self.n_options, self.ids = array('q'), array('q'), array('q')
 
     def append(self, sample):
         """Add a sample of `read_predictions`."""
-        scores = sample.get('log_probs', [math.nan])
-        stated = [sample.get('confidence', math.nan)] * len(scores)
-        self.scores.extend(scores)
-        self.probs.extend(sample.get('probs', stated))
-        self.labels.append(sample['answer' if 'answer' in sample else 'correct'])
-        self.n_options.append(len(scores))
         self.ids.append(hash(sample['id']))
+        if 'log_probs' not in sample:
+            self.probs.append(sample.get('confidence', math.nan))
+            self.labels.append(sample['correct'])
+            return
+        scores = sample['log_probs']
+        self.scores.extend(scores)
+        self.probs.extend(sample.get('probs', [math.nan] * len(scores)))
+        self.labels.append(sample['answer'])
+        self.n_options.append(len(scores))
 
     def predictions(self):
         """Return the Predictions."""
+        questions = stats.question_index(np.array(self.ids), len(self.ids))
+        is_graded = not self.n_options and math.isnan(self.probs[0])
+        arrays = self.arrays()
+        return report.Predictions(np.ones(len(self.ids)) if is_graded else arrays[0], *arrays[1:],
+                                  questions=questions, is_graded=is_graded)
+
+    def arrays(self):
+        """Return probs, labels, n_options and scores, the arguments of metrics.report."""
         labels, n_options = np.array(self.labels), np.array(self.n_options)
-        questions = stats.question_index(np.array(self.ids), len(labels))
-        if math.isnan(self.scores[0]):      # no options
-            is_graded = math.isnan(self.probs[0])
-            probs = np.ones(len(labels)) if is_graded else np.array(self.probs)
-            return report.Predictions(probs, labels, questions=questions, is_graded=is_graded)
+        if not len(n_options):
+            return np.array(self.probs), labels, None, None
         is_option = np.arange(n_options.max()) < n_options[:, None]
         probs, scores = np.zeros(is_option.shape), np.full(is_option.shape, -np.inf)
         probs[is_option], scores[is_option] = self.probs, self.scores
         unstated = np.isnan(probs[:, 0])
         if not unstated.any():
-            return report.Predictions(probs, labels, n_options, questions=questions)
+            return probs, labels, n_options, None
         probs[unstated] = metrics.softmax(scores[unstated])
-        return report.Predictions(probs, labels, n_options, scores, questions=questions)
+        return probs, labels, n_options, scores
 
 
 def print_metrics(argv):
