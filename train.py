@@ -156,7 +156,7 @@ from runtime.config_json import config_to_hf
 from runtime.device import micro_batches, pick_device
 from runtime.log import StepLog, peak_memory, print_sizes, show_example
 from runtime.loss import loss_options, parse_loss
-from runtime.memory import fit_into_memory, with_fewer_rows
+from runtime.memory import as_memory_allows, fit_into_memory, halve_rows
 from runtime.parallel import (barrier, evaluating, first_process_first, first_process_locks, gather,
                               rank, sum_over_processes, world_size)
 from runtime.processes import cores
@@ -411,11 +411,15 @@ def train_step(model, optimizer, packed, cfg, device, objective=token_loss):
         optimizer.begin(-(-rows // (cfg.micro_rows or rows)))
         return forward_backward(model, packed, cfg, device, objective)
 
-    values = with_fewer_rows(passes, rows, model, optimizer, cfg)
+    def fewer(_):       # the gradients change by rounding alone
+        optimizer.zero_grad()
+        model.decoder.graphs = None     # recordings, which keep their memory
+        return halve_rows(cfg, rows)
+
+    values = as_memory_allows(passes, fewer)
     norms = torch._foreach_norm(optimizer.gradients(), dtype=torch.float32)
     norm = sum_over_processes(torch.stack(norms).square().sum()).sqrt()
-    limit = cfg.grad_clip or math.inf
-    optimizer.step(scale=(limit / (norm + 1e-6)).clamp(max=1.0))
+    optimizer.step(scale=((cfg.grad_clip or math.inf) / (norm + 1e-6)).clamp(max=1.0))
     return values | {'grad_norm': norm}
 
 

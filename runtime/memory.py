@@ -32,8 +32,7 @@ def as_memory_allows(compute, fewer=None):
     compute() is called every WAIT seconds as long as other programs have memory of the GPU. Several
     processes give up at once: the others may wait in the middle of a pass.
     """
-    until = time.monotonic() + PATIENCE
-    waiting = False
+    until, waiting = time.monotonic() + PATIENCE, False
     while True:
         try:
             return compute()
@@ -43,7 +42,8 @@ def as_memory_allows(compute, fewer=None):
             lowered = fewer and fewer(error)
             if not lowered and (time.monotonic() > until or not others_have_memory()):
                 raise
-        free_memory()       # not above: the error holds the activations
+        gc.collect()        # not above, where the error holds the activations
+        torch.cuda.empty_cache()
         if not lowered:
             if not waiting:
                 print('out of memory, and other programs use this GPU: waiting for theirs')
@@ -62,12 +62,6 @@ def others_have_memory():
     return total - free > torch.cuda.memory_reserved() + 1.5 * 2 ** 30      # the driver needs some
 
 
-def free_memory():
-    """Free what is no longer used; recordings are freed as cycles."""
-    gc.collect()
-    torch.cuda.empty_cache()
-
-
 def fit_into_memory(train, run):
     """Return train(run) with a number for cfg.micro_rows if the setting is None.
 
@@ -84,32 +78,17 @@ def fit_into_memory(train, run):
     def fewer(error):
         if log.exists() and log.stat().st_size:
             raise error
-        # not run.cfg, whose number was set; `with_fewer_rows` may have lowered that of cfg
-        return cfg is not run.cfg and halve_rows(cfg, cfg.micro_rows, 'again with')
+        return cfg is not run.cfg and halve_rows(cfg, cfg.micro_rows)   # one that was set is kept
 
     return as_memory_allows(lambda: train(replace(run, cfg=cfg)), fewer)
 
 
-def with_fewer_rows(passes, n_rows, model, optimizer, cfg):
-    """Return passes(), the forward and backward passes of a step of n_rows rows.
-
-    If they lack memory, their gradients are discarded, cfg.micro_rows is halved, for later steps
-    too, and they are called again. The gradients change by rounding alone.
-    """
-    def fewer(_):
-        optimizer.zero_grad()
-        model.decoder.graphs = None     # recordings, which keep their memory
-        return halve_rows(cfg, min(cfg.micro_rows or n_rows, n_rows),
-                          'the step is taken again, from here on with')
-
-    return as_memory_allows(passes, fewer)
-
-
-def halve_rows(cfg, rows, what):
-    """Set cfg.micro_rows to half of `rows`, and say so, unless that is 0; return whether it is."""
+def halve_rows(cfg, n_rows):
+    """Halve cfg.micro_rows, or None, which stands for n_rows; return whether that is possible."""
+    rows = min(cfg.micro_rows or n_rows, n_rows)
     if rows > 1:
         cfg.micro_rows = rows // 2
-        print(f'out of memory; {what} {cfg.micro_rows} rows per forward pass')
+        print(f'out of memory; again with {cfg.micro_rows} rows per forward pass')
     return rows > 1
 
 
