@@ -162,8 +162,9 @@ def test_results_and_samples_of_another_model_or_damaged_ones_are_not_believed(f
     foxes.refuses('changed holds another model', out=changed)
     whole = tree(foxes.out)
 
-    def compared():
-        runs.read_run_samples(runs.read_run(foxes.out))
+    def not_compared(error, message):
+        with pytest.raises(error, match=message):
+            runs.read_run_samples(runs.read_run(foxes.out))
     names = 'results.json', 'samples.jsonl', 'eval_config.json'
     for n, message in ((1, 'results.json is not what .*of another model.*; remove it'),
                        (2, 'not what .*of another model'), (3, 'holds samples of another model')):
@@ -171,27 +172,23 @@ def test_results_and_samples_of_another_model_or_damaged_ones_are_not_believed(f
             shutil.copy(other / name, foxes.out)
         foxes.refuses(message)
         if n < 3:
-            with pytest.raises(ConfigError, match='of another model.*evaluate there again'):
-                compared()
+            not_compared(ConfigError, 'of another model.*evaluate there again')
         for name in names:
             (foxes.out / name).write_bytes(whole[name])
     shutil.copy(other / names[1], foxes.out)
     foxes.refuses('samples.jsonl:1: not of the model, settings')
-    with pytest.raises(DataError, match='samples.jsonl:1: not of the model, settings'):
-        compared()
+    not_compared(DataError, 'samples.jsonl:1: not of the model, settings')
     (foxes.out / names[1]).write_bytes(whole[names[1]])
     text = whole['results.json'].decode()
     for damaged in (text.replace('"norm": "token"', '"norm": "sum"'), text[:1000], '5',
                     '[' * 100_000, '{"tasks": {"foxes": 5}}', text.replace('"tasks": {', '"x": {')):
         (foxes.out / 'results.json').write_text(damaged)
         foxes.refuses('results.json is not what this program wrote .*; remove it and evaluate')
-        with pytest.raises(ConfigError, match='results.json is not what this program wrote'):
-            compared()
+        not_compared(ConfigError, 'results.json is not what this program wrote')
     # half of the samples: the rest is scored again
     (foxes.out / 'results.json').write_text(text)
     (foxes.out / names[1]).write_bytes(b''.join(whole[names[1]].splitlines(keepends=True)[:2]))
-    with pytest.raises(DataError, match='has 2 samples of foxes, but results.json was made from 5'):
-        compared()
+    not_compared(DataError, 'has 2 samples of foxes, but results.json was made from 5')
     assert foxes.score()['foxes']['pooled']['ece'] == pytest.approx(first['foxes']['pooled']['ece'])
 
 

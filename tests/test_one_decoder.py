@@ -22,10 +22,29 @@ from data import packing, tree_rows
 from decoding.sampling import Sampling
 from speed import install, kernels
 
-EDITS = {       # what a reader edits: a method of a class, or a function
-    'block': (models.Block, 'forward'), 'attention': (models.Attention, 'forward'),
-    'mlp': (models.MLP, 'forward'), 'norm': (models.Norm, 'forward'),
-    'mask': (attention.ExplicitMask, 'attend'), 'rotary_angles': None, 'sees': None}
+
+def edited_rule(i, j, i_position, j_position, j_end, window):
+    """No token sees the second one of its text, and each sees the first one beyond its window."""
+    visible = (j <= i) & (i < j_end) & ((j_position != 1) | (i_position == 1))
+    return visible if window is None else visible & (
+        (i_position - j_position < window) | (j_position == 0))
+
+
+def rolled(original):
+    def edited(*arguments):     # a norm after it would undo a multiplication by a number
+        y = original(*arguments)
+        return y - 2 * y.roll(1, -1)
+    return edited
+
+
+# what a reader edits: a method of a class, or a function, and how
+EDITS = {
+    'block': (models.Block, 'forward', rolled), 'attention': (models.Attention, 'forward', rolled),
+    'mlp': (models.MLP, 'forward', rolled), 'norm': (models.Norm, 'forward', rolled),
+    'mask': (attention.ExplicitMask, 'attend', rolled),
+    'rotary_angles': (models, 'rotary_angles', lambda angles: (
+        lambda positions, *more: angles(3 * positions, *more))),
+    'sees': (attention, 'sees', lambda rule: edited_rule)}
 
 
 def random_tree(seed):
@@ -66,28 +85,6 @@ def calls_of_kernels(device, monkeypatch):
     uninstall()
 
 
-def edited_rule(i, j, i_position, j_position, j_end, window):
-    """No token sees the second one of its text, and each sees the first one beyond its window."""
-    visible = (j <= i) & (i < j_end) & ((j_position != 1) | (i_position == 1))
-    return visible if window is None else visible & (
-        (i_position - j_position < window) | (j_position == 0))
-
-
-def edit(what, monkeypatch):
-    if what == 'rotary_angles':
-        angles = models.rotary_angles
-        monkeypatch.setattr(models, what, lambda positions, *more: angles(3 * positions, *more))
-    elif what == 'sees':
-        monkeypatch.setattr(attention, what, edited_rule)
-    else:
-        original = getattr(*EDITS[what])
-
-        def edited(*arguments):     # a norm after it would undo a multiplication by a number
-            y = original(*arguments)
-            return y - 2 * y.roll(1, -1)
-        monkeypatch.setattr(*EDITS[what], edited)
-
-
 def measured(model, device):
     """Return {use: numbers} as the program computes them, and the tokens that were drawn."""
     model.decoder.attention = 'auto'
@@ -125,7 +122,8 @@ def test_an_edit_moves_training_evaluation_and_sampling_alike(what, name, device
     if device == 'cpu':     # where the interpreter takes half a second for the products of a token
         monkeypatch.setattr(kernels, 'gemv_kernel', F.linear)
     with monkeypatch.context() as patch:
-        edit(what, patch)
+        owner, attribute, edit = EDITS[what]
+        patch.setattr(owner, attribute, edit(getattr(owner, attribute)))
         ours, drawn = measured(model, device)
         assert ('norm_kernel' if name == 'opt' else 'rotate_kernel') in calls_of_kernels
         for kernel in ('tree_kernel', 'decode_kernel'):
