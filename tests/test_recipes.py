@@ -48,12 +48,11 @@ def steps(text):
                 break
 
 
-def statement(lines, beginning):
-    """Return (first, last) line number, from 0, of the top-level statement that begins so."""
-    for node in ast.parse(''.join(lines)).body:
-        if lines[node.lineno - 1].startswith(beginning):
-            return node.lineno - 1, node.end_lineno
-    raise AssertionError(f'no statement begins with {beginning!r}')
+def top_level(lines):
+    """Return {name: node} of what a module assigns and defines."""
+    return {getattr(node, 'name', None) or ast.unparse(node.targets[0]): node
+            for node in ast.parse(''.join(lines)).body
+            if hasattr(node, 'name') or isinstance(node, ast.Assign)}
 
 
 def with_row(lines, last, block):
@@ -78,16 +77,15 @@ def apply(text, root):
     for i, (file, kind, name, block) in enumerate(edits):
         block, lines = textwrap.dedent(block), (root / file).read_text().splitlines(keepends=True)
         if kind == 'to':
-            _, last = statement(lines, f'{name} =')
+            last = top_level(lines)[name].end_lineno
             lines[last - 1] = with_row(lines, last, textwrap.indent(block, '    '))
         elif kind in ('end', 'last'):
-            body = next(node.body for node in ast.parse(''.join(lines)).body
-                        if getattr(node, 'name', None) == name)
+            body = top_level(lines)[name].body
             first = body[-1].lineno - 1 if kind == 'last' else body[-1].end_lineno
             lines[first:body[-1].end_lineno] = [textwrap.indent(block, '    ')]
         else:
             table = next(step[2] for step in edits[i:] if step[0] == file and step[1] == 'to')
-            first, _ = statement(lines, f'{table} =')
+            first = top_level(lines)[table].lineno - 1
             while lines[first - 1].startswith('#'):
                 first -= 1
             lines.insert(first, f'{block}\n\n')
