@@ -5,6 +5,7 @@ import contextlib
 import json
 import os
 import shutil
+import tomllib
 from pathlib import Path
 
 import numpy as np
@@ -29,6 +30,11 @@ HERE = Path(__file__).parent.parent     # the repository
 
 # real tokenizers and benchmarks, from tests/fetch_real_files.py
 SHARED = Path(os.environ.get('NANOCAL_SHARED', HERE.parent / 'shared'))
+
+
+def cases_of(name):
+    """Return the tables of cases in a .toml file of tests/."""
+    return tomllib.loads((HERE / 'tests' / f'{name}.toml').read_text(encoding='utf-8'))
 
 
 def needs_files(*names):

@@ -15,11 +15,10 @@ import runpy
 import shutil
 import subprocess
 import sys
-import tomllib
 
 import numpy as np
 import pytest
-from common import HERE, refused, tree, write_rows
+from common import HERE, cases_of, refused, tree, write_rows
 
 import metrics
 from bridges import command
@@ -201,7 +200,7 @@ def test_texts_of_a_table_stay_texts(tmp_path, text):
     assert (sample['confidence'], sample['correct']) == (2 / 3, True)
 
 
-FILES = tomllib.loads((HERE / 'tests' / 'prediction_files.toml').read_text(encoding='utf-8'))
+FILES = cases_of('prediction_files')
 
 
 @pytest.mark.parametrize('header, row, settings', FILES['columns'])

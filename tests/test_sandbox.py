@@ -8,12 +8,11 @@ import socket
 import subprocess
 import sys
 import time
-import tomllib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from common import HERE, SHARED, needs_files, write_rows
+from common import HERE, SHARED, cases_of, needs_files, write_rows
 
 from written import code_tasks
 from written.code_tasks import Problem, check, load_problems, solution_source
@@ -45,7 +44,7 @@ def isolation(request):
 
 # ---- Programs that harm --------------------------------------------------------------------------
 
-PROGRAMS = tomllib.loads((HERE / 'tests' / 'sandbox_programs.toml').read_text())
+PROGRAMS = cases_of('sandbox_programs')
 HOSTILE = PROGRAMS['hostile']
 # not where a mistake in the locks would hurt the machine
 ONLY_IN_NAMESPACES = {'threads', 'asks for new rights'}
@@ -234,7 +233,7 @@ PROBLEM = Problem('mine/0', 'import math\n\n\ndef half(x):\n    return x / 2\n\n
                   'def area(r: float) -> float:\n    """Return the area of a circle."""\n', 'area',
                   'def check(candidate):\n    print("two")\n'
                   '    assert abs(candidate(2) - 8 * half(math.pi)) < 1e-9\n')
-ANSWERS = tomllib.loads((HERE / 'tests' / 'code_answers.toml').read_text())
+ANSWERS = cases_of('code_answers')
 
 
 @pytest.mark.parametrize('text, right', [

@@ -16,8 +16,9 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from common import (apart, by_transformers, documents, expect_step, head_of_32, log_of, logits_of,
-                    lora_model, reference_model, rewrite, small_model, whole_rows, write_rows)
+from common import (apart, by_transformers, cases_of, documents, expect_step, head_of_32, log_of,
+                    logits_of, lora_model, reference_model, rewrite, small_model, whole_rows,
+                    write_rows)
 
 import evaluate
 import metrics
@@ -116,21 +117,14 @@ def test_the_learning_rate_warms_up_and_decays():
     assert train.learning_rate(3, 8, in_steps) == 0.4     # a run shorter than its warm-up
 
 
-@pytest.mark.parametrize('values, message', [
-    # an empty name would be the current folder
-    ({'cache_dir': ''}, 'no cache_dir given; for example --cache_dir='),
-    ({'eval': evaluate.EvalConfig(revision='main')}, 'eval: revision is decided by the run'),
-    ({'loss': 'cross_entropy() + smoothing(0.1)', 'smoothing': 0.1}, 'both set the smoothing'),
-    ({'base_smoothing': 0.1, 'smoothing': 0.1}, 'needs a base model, one process, smoothing = 0'),
-    ({'tracker': 'wandb'}, 'pip install wandb'),
-    ({'lora': True, 'from_scratch': True}, 'from_scratch = True has none; set one'),
-    ({'shape': {'num_hidden_layers': 2}}, 'needs from_scratch = True'),
-    ({'resume': True, 'overwrite': True}, 'overwrite renames it; set one')])
+@pytest.mark.parametrize('values, message', cases_of('wrong_settings')['train'])
 def test_settings_without_a_meaning_are_refused(values, message, monkeypatch):
     monkeypatch.setattr(importlib.util, 'find_spec', lambda name: None)
     train.check_config(tiny_config(max_length=8, loss='cross_entropy() + smoothing(0.1)'))
+    if 'eval' in values:
+        values = {'eval': evaluate.EvalConfig(**values['eval'])}
     with pytest.raises(ConfigError, match=message):
-        train.check_config(tiny_config(max_length=8, **values))
+        train.check_config(tiny_config(**{'max_length': 8} | values))
 
 
 @pytest.mark.parametrize('limit', [1e3, 1e-3])
@@ -287,11 +281,7 @@ def test_the_end_of_a_script_closes_the_writer_of_tensorboard(monkeypatch):
     assert at_exit == [writer.close]
 
 
-@pytest.mark.parametrize('name, values, message', [
-    ('gemma2', {'logit_softcap': 9.0}, 'has a cap of 3.0; leave it out'),
-    ('neox', {'lora': True}, 'the layers of gpt_neox are qkv_proj, o'),
-    ('llama', {'max_length': 10 ** 6}, 'the context of .* tokens; lower max_length'),
-    ('llama', {'logit_temperature': 1e4}, 'is not between 0.001 and 1000')])
+@pytest.mark.parametrize('name, values, message', cases_of('wrong_settings')['model'])
 def test_settings_that_do_not_fit_the_model_are_refused(name, values, message, tmp_path):
     reference_model(name, tmp_path)
     with pytest.raises(ConfigError, match=message):

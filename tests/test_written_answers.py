@@ -3,13 +3,12 @@
 import json
 import math
 import shutil
-import tomllib
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from common import (HERE, asking, log_probs_after, recorded, reference_model, results_of,
+from common import (asking, cases_of, log_probs_after, recorded, reference_model, results_of,
                     sentencepiece_folder, write_rows)
 
 import evaluate
@@ -24,7 +23,7 @@ from runtime.errors import ConfigError, DataError
 from written.p_ik_probe import cross_validated
 from written.sandbox import run_program
 
-CASES = tomllib.loads((HERE / 'tests' / 'grading_cases.toml').read_text(encoding='utf-8'))
+CASES = cases_of('grading_cases')
 
 # ---- Files ---------------------------------------------------------------------------------------
 
