@@ -238,8 +238,7 @@ def test_transformers_reads_each_reward_at_the_token_that_ends_the_answer(base, 
         broken.scores(messages, texts, None)
 
 
-def test_the_reward_loss_is_that_of_all_pairs_with_a_gradient_for_the_score(base, tmp_path,
-                                                                            capsys):
+def test_the_reward_loss_is_that_of_all_pairs_and_trains_the_score(base, tmp_path, capsys):
     rows = [row | {'margin': 0.5 + i} if 'chosen' in row else row for i, row in enumerate(ROWS)]
     cfg = config(base, tmp_path, rows, method='reward', centering=0.1)
     run, model = run_of(cfg)
@@ -322,7 +321,7 @@ def test_a_setting_that_a_loss_reads_is_not_refused_however_rarely_it_matters(mo
                         if align.may_read(align.PAIR_LOSSES[name], key)}, name
 
 
-@pytest.mark.parametrize('values, message', cases_of('wrong_settings')['align'])
+@pytest.mark.parametrize('values, message', cases_of('wrong_settings.toml')['align'])
 def test_settings_without_use_or_sense_are_refused(values, message, monkeypatch):
     # not that it needs --run_code, which would not help
     rollouts.check_rollouts(AlignConfig(method='grpo', reward='rlcr:humaneval'))

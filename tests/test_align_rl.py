@@ -337,8 +337,7 @@ def test_a_truncated_answer_is_masked_scored_or_penalized(base, truncated, n_use
 
 
 @pytest.mark.slow
-def test_prompts_with_equal_rewards_are_replaced_as_often_as_is_said(base, tmp_path,
-                                                                        monkeypatch):
+def test_prompts_with_equal_rewards_are_replaced_as_often_as_said(base, tmp_path, monkeypatch):
     # a prompt of an even number is rewarded alike whatever the answer, others by chance
     cfg = config(base, tmp_path, n=8, batch_size=4, method='dapo', resample=2)
     (tmp_path / 'reward.py').write_text('def reward(prompt, answer, row):\n    '
@@ -489,7 +488,7 @@ WHY = {'role': 'user', 'content': 'Why?'}
 
 
 @pytest.mark.parametrize('name, answer, target, reward', [
-    (name, *case) for name, cases in cases_of('rewards').items() for case in cases])
+    (name, *case) for name, cases in cases_of('rewards.toml').items() for case in cases])
 def test_a_reward_is_that_of_the_rule_of_the_task(name, answer, target, reward):
     assert reward_of(name, answer, {'prompt': '?', 'answer': target}) == pytest.approx(reward)
 
@@ -523,11 +522,7 @@ def test_each_format_of_prompts_is_read_with_the_context_before_it(row):
         to_prompt(row | {'tools': 'f(x)'})
 
 
-@pytest.mark.parametrize('raw, message', [
-    ('{"a": 1}\n5\n', 'no prompt .*; 2 bad rows .*x.jsonl:1: fields a; wanted messages, '),
-    ('{"prompt": "Why?", "split": "test"}', """no prompt .*; 1 rows left out: .* is 'test'"""),
-    ('{"prompt": "Why?", "problem": "Who?"}', 'x.jsonl:1: the field "problem" is in no message'),
-    ('{"prompt": "%s"}' % ('x ' * 99), 'no prompt of at most 20 tokens')])
+@pytest.mark.parametrize('raw, message', cases_of('wrong_settings.toml')['prompts'])
 def test_prompts_without_a_usable_row_say_why(tmp_path, tokenizers, raw, message):
     (tmp_path / 'x.jsonl').write_text(raw)
     with pytest.raises(DataError, match=message):
@@ -535,18 +530,8 @@ def test_prompts_without_a_usable_row_say_why(tmp_path, tokenizers, raw, message
                      template='tulu', max_length=20, add_bos=True, on_bad_row='skip')
 
 
-@pytest.mark.parametrize('name, code, message', [
-    *(('reward.py', *case) for case in (
-        ('def reward(:\n', 'reward.py:1: SyntaxError'), ('x = 1\n', 'no function reward'),
-        ('def reward(p, a, row):\n    b = 1\n    return row["b"]\n', "reward.py:3: KeyError: 'b'"),
-        ('def reward(p, a, row): return "good"\n', "'good' for the prompt 'p'; wanted a number"),
-        ('def reward(p, a, row): return -1e19\n', '1e[+]19 .* between -1e18 and 1e18'),
-        ('x = "caf\xe9"\n', 'reward.py:1: SyntaxError'))),
-    ('.', '', 'is not a model folder: it has no config.json'),
-    ('good', '', "'good', .* exact or rlcr or .* of a task .triviaqa, "),
-    ('rlcr:humaneval', '', 'not a program; take exact:humaneval, with --run_code')])
-def test_a_reward_that_cannot_be_used_is_named_with_its_file_and_line(name, code, message, tmp_path,
-                                                                      monkeypatch):
+@pytest.mark.parametrize('name, code, message', cases_of('wrong_settings.toml')['reward'])
+def test_an_error_in_a_reward_names_its_file_and_line(name, code, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path('reward.py').write_text(code, encoding='latin-1')
     with pytest.raises((CheckpointError, ConfigError, DataError), match=message):

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from common import off, reference_model, whole_rows
+from common import off, reference_model, small_model, whole_rows
 
 import train
 from model import add_lora
@@ -82,8 +82,7 @@ def test_a_model_trains_in_eight_bits_compiled_or_not_and_evaluates_as_before(lo
 
 
 def test_what_cannot_be_in_eight_bits_is_said(tmp_path, capsys, monkeypatch):
-    reference_model('llama', tmp_path, intermediate_size=90)
-    model = checkpoint.load(tmp_path, dtype=torch.bfloat16)
+    model = small_model('llama', tmp_path, dtype=torch.bfloat16, intermediate_size=90)
     fp8.use_fp8(model, 'cuda')
     assert '9 of 21 linear layers stay in bfloat16' in capsys.readouterr().out
     monkeypatch.setattr(fp8, 'NARROWEST', model.config.hidden_size + 1)

@@ -151,15 +151,12 @@ def test_a_question_in_several_languages_is_one_question(monkeypatch):
     assert [pooled['accuracy_low'], pooled['accuracy_high']] == pytest.approx(stats.share_interval(
         p.probs.argmax(1) == p.labels, p.questions[0]))
     assert [len(x) for x in halves[:2]] == [30, 30] and not halves[0] & halves[1]
+    assert 'post_hoc' not in report.summarize(rows[:1], 'sum', n_bootstrap=0, fit=True)
     # what is drawn of one language is drawn of the other
     same = report.predictions([s | {'answer': 0} for s in rows], 'token')
     drawn = [same.at(np.flatnonzero(report.names_of(rows, 'language') == name)).bootstrap(9, 0)
              for name in ('de', 'en')]
     assert np.corrcoef(*(x['confidence'] for x in drawn))[0, 1] > 0.9
-
-
-def test_a_single_answer_is_reported_without_a_scaling():
-    assert 'post_hoc' not in report.summarize([question()], 'sum', n_bootstrap=0, fit=True)
 
 
 def test_conformal_sets_of_a_group_have_the_thresholds_of_all_rows():

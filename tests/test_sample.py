@@ -77,8 +77,7 @@ def test_one_answer_is_greedy_with_its_probabilities(chat_folder, capsys, monkey
     assert said('--raw', '--prompt=What') == escape_controls(raw.text) + '\n'
 
 
-def test_a_conversation_continues_after_an_answer_until_the_context_is_full(chat_folder, capsys,
-                                                                            monkeypatch):
+def test_a_conversation_continues_until_the_context_is_full(chat_folder, capsys, monkeypatch):
     asked, encode_prompt = [], sample.encode_prompt
     lines = iter(['What?', '', '  And then? ', 'a' * 900, 'Who?'])
 

@@ -44,7 +44,7 @@ def isolation(request):
 
 # ---- Programs that harm --------------------------------------------------------------------------
 
-PROGRAMS = cases_of('sandbox_programs')
+PROGRAMS = cases_of('sandbox_programs.toml')
 HOSTILE, REACHING = PROGRAMS['hostile'], PROGRAMS['reaching']
 # not where a mistake in the locks would hurt the machine
 ONLY_IN_NAMESPACES = {'threads', 'asks for new rights'}
@@ -209,7 +209,7 @@ PROBLEM = Problem('mine/0', 'import math\n\n\ndef half(x):\n    return x / 2\n\n
                   'def area(r: float) -> float:\n    """Return the area of a circle."""\n', 'area',
                   'def check(candidate):\n    print("two")\n'
                   '    assert abs(candidate(2) - 8 * half(math.pi)) < 1e-9\n')
-ANSWERS = cases_of('code_answers')
+ANSWERS = cases_of('code_answers.toml')
 
 
 @pytest.mark.parametrize('text, right', [

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import evaluate
-from common import HERE, WORDS, write_rows
+from common import HERE, WORDS, program, write_rows
 from data.questions import Question
 from data.tasks import OptionTask
 from results import samples
@@ -64,29 +64,6 @@ def outcome(out):
     lines = (out / 'samples.jsonl').read_text().splitlines()
     assert len(set(lines)) == len(lines)
     return sorted(lines), results
-
-
-def dying(tmp_path, script, n):
-    """A script that runs `script` with a process 1 that is killed after its n-th line."""
-    path = tmp_path / f'dying_{script}.py'
-    path.write_text(f'''
-import os, signal, sys, {script}
-from results import samples
-from runtime import cli, parallel
-append, lines = samples.append_line, []
-
-def append_and_die(file, sample):
-    append(file, sample)
-    lines.append(sample)
-    if parallel.rank() == 1 and len(lines) == {n}:
-        file.write(b'{{"task": "gl')      # of a line that is cut off
-        os.kill(os.getpid(), signal.SIGKILL)
-
-samples.append_line = {script}.append_line = append_and_die
-with cli.one_line_errors(), parallel.joined():
-    {script}.main(sys.argv[1:])
-''')
-    return path
 
 
 @pytest.mark.parametrize('n', [2, 8, 100])
@@ -148,48 +125,8 @@ def test_each_process_loads_only_its_share_of_the_weights(folder, tmp_path):
     """To evaluate and to train, also with adapters, a score in place of an output matrix, or from
     random weights: bitwise those of one process."""
     script = tmp_path / 'load.py'
-    script.write_text(f'''
-import functools, torch
-from runtime import build, checkpoint, parallel
-from speed import sharding
-from train import TrainConfig
-
-base, several = {str(folder / "model")!r}, None
-
-def load():
-    share = functools.partial(sharding.shard, device='cpu') if several() > 1 else None
-    return checkpoint.load(base, share=share)
-
-def train(reward=False, **settings):
-    torch.manual_seed(0)
-    config = checkpoint.read_config(base)
-    return build.build_model(TrainConfig(**settings), config, base, 'cpu', reward)
-
-load_full = checkpoint.load_full
-
-def load_share(target, x):
-    """The weights are read when each process has room for its share of them alone."""
-    assert several() == 1 or target.to_local().numel() < 0.6 * x.numel() + 64
-    return load_full(target, x)
-
-checkpoint.load_full = load_share
-with parallel.joined():
-    for make in (load, train, functools.partial(train, lora=True),
-                 functools.partial(train, True), functools.partial(train, True, lora=True),
-                 functools.partial(train, from_scratch=True)):
-        several = parallel.world_size
-        model = make()
-        build.world_size = several = lambda: 1
-        alone = make()
-        build.world_size = parallel.world_size
-        share = sum(p.to_local().numel() for p in model.parameters())
-        total = sum(p.numel() for p in alone.parameters())
-        pairs = zip(model.named_parameters(), alone.named_parameters(), strict=True)
-        same = all(parallel.gather_full(p).equal(q) and p.requires_grad == q.requires_grad
-                   and (key, p.dtype) == (name, q.dtype) for (key, p), (name, q) in pairs)
-        print(share < 0.6 * total, sum(parallel.gather(share)) == total, same)
-''')
-    assert run([script], 2) == 6 * 'True True True\n'
+    script.write_text(program('shares of the weights'))
+    assert run([script, folder / 'model'], 2) == 6 * 'True True True\n'
 
 
 def test_what_cannot_share_the_weights_is_refused(folder, tmp_path, monkeypatch):
@@ -234,7 +171,8 @@ def test_a_killed_process_is_named_and_loses_no_line(folder, tmp_path, script, n
             '--max_tokens=8', '--deterministic', '--confidence']
     whole, killed = tmp_path / 'whole', tmp_path / 'killed'
     run(command(whole))
-    killed_by_torchrun(dying(tmp_path, script, n), *command(killed)[1:])
+    (tmp_path / 'dying.py').write_text(program('a process that dies', script=script, n=n))
+    killed_by_torchrun(tmp_path / 'dying.py', *command(killed)[1:])
     scored = {line for part in killed.glob(f'{name}.*')
               for line in part.read_text().split('\n')[:-1]}
     assert len(scored) >= n and not (killed / 'results.json').exists()

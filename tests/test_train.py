@@ -17,8 +17,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from common import (apart, by_transformers, cases_of, documents, expect_step, head_of_32, log_of,
-                    logits_of, lora_model, reference_model, rewrite, small_model, whole_rows,
-                    write_rows)
+                    logits_of, lora_model, program, reference_model, rewrite, small_model,
+                    whole_rows, write_rows)
 
 import evaluate
 import metrics
@@ -117,7 +117,7 @@ def test_the_learning_rate_warms_up_and_decays():
     assert train.learning_rate(3, 8, in_steps) == 0.4     # a run shorter than its warm-up
 
 
-@pytest.mark.parametrize('values, message', cases_of('wrong_settings')['train'])
+@pytest.mark.parametrize('values, message', cases_of('wrong_settings.toml')['train'])
 def test_settings_without_a_meaning_are_refused(values, message, monkeypatch):
     monkeypatch.setattr(importlib.util, 'find_spec', lambda name: None)
     train.check_config(tiny_config(max_length=8, loss='cross_entropy() + smoothing(0.1)'))
@@ -195,7 +195,6 @@ def test_a_held_out_part_shares_no_group_with_training():
         train.split_sequences(cfg, np.repeat(np.arange(10), 4))
 
 
-@pytest.mark.slow
 def test_a_report_in_the_chat_template(settings_file, tmp_path):
     run = [settings_file, f'--out_dir={tmp_path}', '--max_steps=1', '--eval.chat=trained',
            '--eval.limit=8', '--eval_before=True']
@@ -210,7 +209,6 @@ def test_a_report_in_the_chat_template(settings_file, tmp_path):
             train.main([*run, option])
 
 
-@pytest.mark.slow
 def test_training_by_letter_learns_the_letter(small_world, tmp_path, monkeypatch):
     """A model learns that the answer is always B, and the report asks as the training did.
 
@@ -246,7 +244,6 @@ def test_a_nan_loss_stops_the_run(small_world, settings_file, tmp_path):
     assert not (tmp_path / 'run' / 'model.safetensors').exists()
 
 
-@pytest.mark.slow
 def test_any_loss_with_a_cap_and_a_temperature(settings_file, tmp_path):
     train.main([settings_file, '--max_steps=1', '--eval=None', f'--out_dir={tmp_path}',
                 '--loss=focal(2) + z_loss(1e-4)', '--smoothing=0.1', '--logit_softcap=20.0',
@@ -281,7 +278,7 @@ def test_the_end_of_a_script_closes_the_writer_of_tensorboard(monkeypatch):
     assert at_exit == [writer.close]
 
 
-@pytest.mark.parametrize('name, values, message', cases_of('wrong_settings')['model'])
+@pytest.mark.parametrize('name, values, message', cases_of('wrong_settings.toml')['model'])
 def test_settings_that_do_not_fit_the_model_are_refused(name, values, message, tmp_path):
     reference_model(name, tmp_path)
     with pytest.raises(ConfigError, match=message):
@@ -332,7 +329,6 @@ def test_all_processes_connect_by_the_same_backend(n_gpus, wanted, monkeypatch):
     assert pick_device('auto') == ('cpu', 'cuda', 'cuda:1')[n_gpus]
 
 
-@pytest.mark.slow
 def test_two_processes_train_the_same(small_world, settings_file, tmp_path):
     def command(name, *more):
         return [settings_file, '--eval=None', '--max_steps=4', '--smoothing=0.1', '--micro_rows=2',
@@ -348,10 +344,7 @@ def test_two_processes_train_the_same(small_world, settings_file, tmp_path):
             assert a[key] == pytest.approx(b[key], rel=1e-4), key
     # a checkpoint of two processes from which one resumes
     script = tmp_path / 'stop.py'
-    script.write_text('import sys, train\nfrom runtime import parallel, resume_state\n'
-                      'save = resume_state.save_checkpoint\n'
-                      'def stop(*a): save(*a); sys.exit(9)\nresume_state.save_checkpoint = stop\n'
-                      'parallel.join_processes(); train.main(sys.argv[1:])')
+    script.write_text(program('training that stops'))
     # also of bfloat16 weights with the bits that float32 has more
     half = '--dtype=bfloat16', '--save_dtype=float32', '--master_weights=compact'
     train.main(command('one_half', *half))
@@ -363,7 +356,6 @@ def test_two_processes_train_the_same(small_world, settings_file, tmp_path):
         assert distance(reference, name) < most
 
 
-@pytest.mark.slow
 def test_a_lora_run_saves_merged_weights_and_adapters(small_world, settings_file, tmp_path):
     import peft
     train.main([settings_file, f'--out_dir={tmp_path}', '--lora', '--lr=5e-3',
@@ -464,7 +456,6 @@ def test_recorded_passes_compute_what_the_blocks_do(more, tmp_path, monkeypatch)
     assert len(model.decoder.graphs.recorded) == 2
 
 
-@pytest.mark.slow
 def test_bad_input_gives_one_line(small_world, settings_file, tmp_path):
     folder, out = small_world[0], tmp_path / 'out'
     model = [f'--model={folder / "base"}', f'--out_dir={out}']

@@ -23,7 +23,7 @@ from runtime.errors import ConfigError, DataError
 from written.p_ik_probe import cross_validated
 from written.sandbox import run_program
 
-CASES = cases_of('grading_cases')
+CASES = cases_of('grading_cases.toml')
 
 # ---- Files ---------------------------------------------------------------------------------------
 
