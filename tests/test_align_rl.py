@@ -1,7 +1,6 @@
 """align.py with rewards: advantages, losses against plain loops, whole runs, closed forms."""
 
 import itertools
-import math
 import shutil
 import sys
 from dataclasses import replace
@@ -11,8 +10,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from common import (cases_of, expect_step, head_of_32, log_of, off, plain_log_probs, recorded,
-                    reference_model, same_weights, sentencepiece_folder, write_rows)
+from common import (cases_of, expect_step, head_of_32, log_of, off, plain_log_probs, program,
+                    recorded, reference_model, same_weights, sentencepiece_folder, write_rows)
 
 import align
 import train
@@ -27,13 +26,11 @@ from alignment.rewards import FunctionReward, load_reward
 from data.packing import pack
 from decoding.answers import Answer
 from runtime import checkpoint, saving
-from runtime.build import build_optimizer
 from runtime.errors import CheckpointError, ConfigError, DataError, TrainingError
 import test_align
 from test_align import run_of
 
 # ---- Advantages and divisors ---------------------------------------------------------------------
-
 
 ADVANTAGES = {      # of all answers to one prompt
     'rloo': lambda r: r - (r.sum() - r) / (len(r) - 1),
@@ -65,10 +62,7 @@ def test_the_soft_penalty_of_length_is_that_of_dapo():
 
 # ---- The loss of a step --------------------------------------------------------------------------
 
-REWARD = '''
-def reward(prompt, answer, row):
-    return (answer.count('e') - answer.count('i') + len(answer) % 3) / 4
-'''
+REWARD = program('reward of letters')
 
 
 def config(base, folder, *, n=4, **values):
@@ -242,7 +236,7 @@ def expected_gradient(cfg, policy, reference, rewards):
                     'advantage': torch.from_numpy(advantage)},
             answers, torch.arange(len(answer)), cfg)
         weight = torch.from_numpy(RL_METHODS[cfg.method].weight(counts, counts > 0, cfg))
-        total += math.prod(probability[i] for i in group) * (loss * weight[answer]).sum()
+        total += np.prod([probability[i] for i in group]) * (loss * weight[answer]).sum()
     return torch.autograd.grad(total, logits)[0]
 
 
@@ -285,7 +279,7 @@ def test_later_updates_begin_with_the_log_probabilities_of_the_first(base, tmp_p
     _, packed = next(rollouts.batches(run, 0, 1))
     old, _ = objectives.log_probs(model, packed, run)
     begins = recorded(monkeypatch, train, 'train_step', lambda *arguments: arguments[2].old)
-    assert rollouts.update(model, build_optimizer(model, cfg), packed, cfg, 'cpu',
+    assert rollouts.update(model, train.build_optimizer(model, cfg), packed, cfg, 'cpu',
                            policy_objective)['mismatch'] < 1e-4
     assert begins[0] is None and np.allclose(begins[1], old, rtol=0, atol=1e-5)
 
@@ -338,10 +332,8 @@ def test_a_truncated_answer_is_masked_scored_or_penalized(base, truncated, n_use
 
 @pytest.mark.slow
 def test_prompts_with_equal_rewards_are_replaced_as_often_as_said(base, tmp_path, monkeypatch):
-    # a prompt of an even number is rewarded alike whatever the answer, others by chance
     cfg = config(base, tmp_path, n=8, batch_size=4, method='dapo', resample=2)
-    (tmp_path / 'reward.py').write_text('def reward(prompt, answer, row):\n    '
-                                        'return int(prompt.strip(".")[5:]) % 2 and len(answer) % 3')
+    (tmp_path / 'reward.py').write_text(program('reward of odd prompts'))
     for resample, n_calls in ((0, 1), (2, 3)):
         case = replace(cfg, resample=resample)
         run, _ = run_of(case)
@@ -466,8 +458,7 @@ def test_a_run_with_other_end_tokens_is_not_resumed(base, tmp_path, monkeypatch)
 def test_a_run_raises_its_reward_and_scores_held_out_prompts(base, tmp_path, capsys):
     cfg = config(base, tmp_path, n=6, batch_size=4, val_size=2, epochs=12, val_every=6, lr=4e-3,
                  group_size=16, method='dr_grpo', pictures=True)
-    (tmp_path / 'reward.py').write_text(
-        'def reward(prompt, answer, row):\n    return float(len(answer) < 20)\n')
+    (tmp_path / 'reward.py').write_text(program('reward of short answers'))
     align.align(cfg)
     log = log_of(tmp_path / 'run')
     assert log[-1]['reward'] > log[0]['reward'] + 0.2
@@ -539,9 +530,8 @@ def test_an_error_in_a_reward_names_its_file_and_line(name, code, message, tmp_p
 
 
 def test_a_reward_gets_a_copy_of_its_row_and_returns_any_number(tmp_path):
-    (tmp_path / 'reward.py').write_text(
-        "import numpy as np\ndef reward(p, a, row):\n    row['seen'].append(a)\n"
-        "    return np.float32(len(row['seen'])) if a == 'a' else True\n", encoding='utf-8-sig')
+    (tmp_path / 'reward.py').write_text(program('reward that changes its row'),
+                                        encoding='utf-8-sig')
     row = {'seen': []}
     reward = load_reward(f'{tmp_path}/reward.py', 'cpu', None, 'tulu')
     messages = [{'role': 'user', 'content': 'p'}]
@@ -551,11 +541,9 @@ def test_a_reward_gets_a_copy_of_its_row_and_returns_any_number(tmp_path):
 
 def test_a_reward_imports_modules_beside_it_which_are_part_of_it(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, 'path', [*sys.path])
-    files = {'words_of_digest.py': 'import deep_of_digest as d\n', 'deep_of_digest.py': 'x = 1\n',
-             'unused_of_digest.py': '', 'pack_of_digest/__init__.py': '',
-             'pack_of_digest/sister.py': 'x = 2\n', 'reward.py': (
-                 'import words_of_digest as w\ndef reward(prompt, answer, row):\n'
-                 '    from pack_of_digest import sister\n    return w.d.x + sister.x\n')}
+    files = {'reward.py': program('reward of modules'), 'unused_of_digest.py': '',
+             'words_of_digest.py': 'import deep_of_digest as deep', 'deep_of_digest.py': 'x = 1',
+             'pack_of_digest/__init__.py': '', 'pack_of_digest/sister.py': 'x = 2'}
     (tmp_path / 'pack_of_digest').mkdir()
     for name, text in files.items():
         (tmp_path / name).write_text(text)
@@ -563,7 +551,7 @@ def test_a_reward_imports_modules_beside_it_which_are_part_of_it(tmp_path, monke
     assert reward_of(reward, 'a', {}) == 3
     digests = [load_reward(reward, 'cpu', None, 'tulu').digest]
     for name in ('unused_of_digest.py', 'deep_of_digest.py', 'pack_of_digest/sister.py'):
-        (tmp_path / name).write_text(files[name] + '# edited\n')
+        (tmp_path / name).write_text(files[name] + '  # edited\n')
         digests.append(load_reward(reward, 'cpu', None, 'tulu').digest)
     assert digests[0] == digests[1] and len({*digests}) == 3
 

@@ -1,6 +1,5 @@
 """sample.py"""
 
-import copy
 import io
 import re
 import shutil
@@ -8,7 +7,6 @@ import sys
 
 import numpy as np
 import pytest
-import torch
 import sample
 from common import rewrite
 from data.tree_rows import Tree
@@ -89,7 +87,7 @@ def test_a_conversation_continues_until_the_context_is_full(chat_folder, capsys,
     monkeypatch.setattr('builtins.input', type_line)
     monkeypatch.setattr(sys.stdin, 'isatty', lambda: True, raising=False)
     monkeypatch.setattr(sample, 'encode_prompt', lambda messages, *rest: (
-        asked.append(copy.deepcopy(messages)), encode_prompt(messages, *rest))[1])
+        asked.append([*messages]), encode_prompt(messages, *rest))[1])
     sample.main([f'--model={chat_folder}', '--max_tokens=4'])
     printed = capsys.readouterr()
     assert [[m['role'] for m in messages] for messages in asked] == [
@@ -122,7 +120,7 @@ def test_prompts_that_cannot_be_answered_are_refused(chat_folder, tmp_path):
             ([f'--model={chat_folder}', '--prompt=\udcff'], 'not valid Unicode')):
         with pytest.raises((ConfigError, DataError), match=message):
             sample.main(arguments)
-    rewrite(chat_folder, lambda tensors: tensors['model.norm.weight'].fill_(torch.nan))
+    rewrite(chat_folder, lambda tensors: tensors['model.norm.weight'].fill_(float('nan')))
     with pytest.raises(CheckpointError, match='model.norm.weight in .*model holds NaN'):
         sample.main([f'--model={chat_folder}', '--prompt=a'])
 

@@ -3,7 +3,6 @@ escape."""
 
 import os
 import re
-import signal
 import socket
 import subprocess
 import sys
@@ -128,7 +127,7 @@ def test_calls_that_reach_other_processes_are_denied_by_argument(isolation):
 def test_no_process_or_connection_is_reached(namespaces):
     assert attempt('os.getpid(), os.getppid()') == '(2, 1)'
     for pid in ('os.getppid()', os.getpid(), -1):
-        assert attempt(f'os.kill({pid}, {int(signal.SIGKILL)})') == 'PermissionError'
+        assert attempt(f'os.kill({pid}, signal.SIGKILL)', 'import os, signal') == 'PermissionError'
     with socket.create_server(('127.0.0.1', 0)) as server:
         for expression in ('socket.create_connection(address)', 'socket.socket(socket.AF_VSOCK)'):
             assert attempt(expression, f'import socket\naddress = {server.getsockname()!r}'
@@ -205,10 +204,8 @@ def test_without_namespaces_nothing_is_run(tmp_path, monkeypatch):
 
 # ---- Problems ------------------------------------------------------------------------------------
 
-PROBLEM = Problem('mine/0', 'import math\n\n\ndef half(x):\n    return x / 2\n\n\n'
-                  'def area(r: float) -> float:\n    """Return the area of a circle."""\n', 'area',
-                  'def check(candidate):\n    print("two")\n'
-                  '    assert abs(candidate(2) - 8 * half(math.pi)) < 1e-9\n')
+AREA = PROGRAMS['problems']['area']
+PROBLEM = Problem(AREA['task_id'], AREA['prompt'], AREA['entry_point'], AREA['test'])
 ANSWERS = cases_of('code_answers.toml')
 
 

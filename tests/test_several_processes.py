@@ -1,13 +1,12 @@
 """Evaluation, decoding and reports by several processes of torchrun equal those of one process."""
 
-import json
 from collections import Counter
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import evaluate
-from common import HERE, WORDS, program, write_rows
+from common import HERE, WORDS, program, results_of, write_rows
 from data.questions import Question
 from data.tasks import OptionTask
 from results import samples
@@ -56,7 +55,7 @@ def evaluation(folder, out, *more, tasks='global_mmlu:{0}/data,clm:{0}/texts.jso
 
 def outcome(out):
     """What an evaluation leaves in its folder, but for the time and the order of the lines."""
-    results = json.loads((out / 'results.json').read_text())
+    results = results_of(out)
     del results['config']['out_dir'], results['checksum']
     for result in results['tasks'].values():
         seconds = result.pop('scoring_seconds')

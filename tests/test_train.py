@@ -1,11 +1,8 @@
 """train.py"""
 
-import contextlib
 import copy
 import dataclasses
 import functools
-import importlib.util
-import json
 import shutil
 import sys
 from collections import deque
@@ -17,8 +14,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from common import (apart, by_transformers, cases_of, documents, expect_step, head_of_32, log_of,
-                    logits_of, lora_model, program, reference_model, rewrite, small_model,
-                    whole_rows, write_rows)
+                    logits_of, lora_model, program, reference_model, results_of, rewrite,
+                    small_model, whole_rows, write_rows)
 
 import evaluate
 import metrics
@@ -119,7 +116,7 @@ def test_the_learning_rate_warms_up_and_decays():
 
 @pytest.mark.parametrize('values, message', cases_of('wrong_settings.toml')['train'])
 def test_settings_without_a_meaning_are_refused(values, message, monkeypatch):
-    monkeypatch.setattr(importlib.util, 'find_spec', lambda name: None)
+    monkeypatch.setattr('importlib.util.find_spec', lambda name: None)
     train.check_config(tiny_config(max_length=8, loss='cross_entropy() + smoothing(0.1)'))
     if 'eval' in values:
         values = {'eval': evaluate.EvalConfig(**values['eval'])}
@@ -200,7 +197,7 @@ def test_a_report_in_the_chat_template(settings_file, tmp_path):
            '--eval.limit=8', '--eval_before=True']
     train.main(run)
     for place in ('.', 'before'):       # the base model is asked in the same way
-        result = json.loads((tmp_path / place / 'results.json').read_text())['tasks']['questions']
+        result = results_of(tmp_path / place)['tasks']['questions']
         assert result['chat'] == 'tulu' and result['pooled']['n'] == 8
     assert pick_template('trained', tmp_path, load_tokenizer(tmp_path)) == 'tulu'
     for option, message in (('--data_kind=text', 'needs data_kind = .instruct'), (
@@ -404,7 +401,7 @@ def test_a_recording_is_replayed_only_when_nobody_needs_its_memory(tmp_path, mon
     def record(run, examples):
         return lambda *inputs: replayed.append(inputs[0].shape[1]) or run(*inputs)
     monkeypatch.setattr(torch.cuda, 'make_graphed_callables', record)
-    monkeypatch.setattr(torch.random, 'fork_rng', lambda devices: contextlib.nullcontext())
+    monkeypatch.setattr(torch.random, 'fork_rng', mock.MagicMock())
     monkeypatch.setattr(torch.cuda, 'reset_peak_memory_stats', lambda: None)
     model = small_model('gemma3', tmp_path).train()
     graphs.record_blocks(model.decoder)
