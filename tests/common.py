@@ -289,9 +289,9 @@ def apart(one, two, base):
                for key in changed)
 
 
-def lora_model(folder, dropout=0.0, seed=0, targets=None):
+def lora_model(folder, dropout=0.0, seed=0, targets=None, dtype=None):
     """A model with adapters that do something."""
-    model = checkpoint.load(folder)
+    model = checkpoint.load(folder, dtype=dtype)
     torch.manual_seed(seed)
     models.add_lora(model, 4, 16.0, dropout, targets or model.config.family.lora_targets)
     for name, p in model.named_parameters():

@@ -4,10 +4,9 @@ import copy
 
 import pytest
 import torch
-from common import off, reference_model, small_model, whole_rows
+from common import lora_model, off, reference_model, small_model, whole_rows
 
 import train
-from model import add_lora
 from runtime import checkpoint
 from speed import fp8
 
@@ -55,13 +54,8 @@ def test_a_model_trains_in_eight_bits_compiled_or_not_and_evaluates_as_before(lo
     tokens, direction = torch.randint(3, 200, (2, 16)), torch.randn(2, 16, 64)
 
     def outcome(eight_bits, dtype=torch.bfloat16, compiled=False):
-        model = checkpoint.load(tmp_path, dtype=dtype)
+        model = (lora_model if lora else checkpoint.load)(tmp_path, dtype=dtype)
         model.decoder.attention = 'explicit'
-        if lora:
-            torch.manual_seed(0)
-            add_lora(model, 4, 8.0, 0.0, model.config.family.lora_targets)
-            for key, p in model.named_parameters():
-                torch.nn.init.normal_(p, std=0.1) if 'lora_B' in key else None
         if eight_bits:
             fp8.use_fp8(model, 'cuda')
         with torch.no_grad():

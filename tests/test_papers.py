@@ -9,9 +9,10 @@ import metrics
 import numpy as np
 import pytest
 import torch
-from common import (HERE, SHARED, add_to_hub, cases_of, log_of, needs_files, reference_model,
-                    results_of, sentencepiece_folder, write_rows)
+from common import (HERE, SHARED, add_to_hub, by_transformers, cases_of, log_of, needs_files,
+                    reference_model, results_of, sentencepiece_folder, write_rows)
 from data.benchmarks import BENCHMARKS
+from data.tokenizer import load_tokenizer
 from research.common import read_csv, read_lines
 from research.papers import features, label_smoothing, multilingual, multilingual_printed
 from results import report
@@ -41,18 +42,13 @@ def config_of(folder):
 
 # Models and files
 
-def small_model(folder):
-    reference_model('llama', sentencepiece_folder(folder, 'llama2'), vocab_size=450,
-                    max_position_embeddings=2048)
-    return folder
-
-
 @pytest.fixture(scope='module')
 def own(tmp_path_factory):
     """A folder with a model, conversations, texts and benchmarks as they are published."""
     folder = tmp_path_factory.mktemp('own')
     shutil.copytree(FILES, folder, dirs_exist_ok=True)
-    small_model(folder / 'model')
+    reference_model('llama', sentencepiece_folder(folder / 'model', 'llama2'), vocab_size=450,
+                    max_position_embeddings=2048)
     return folder
 
 
@@ -207,10 +203,9 @@ def test_alignment_evaluates_every_epoch_of_each_method_and_repeats_nothing(own,
     assert 'holds samples of another model' in printed
 
 
-@pytest.mark.slow
-def test_know_tunes_on_written_answers_and_tabulates_each_p_ik(tmp_path):
+def test_know_tunes_on_written_answers_and_tabulates_each_p_ik(own, tmp_path):
     """From hub names to tables, with a small random Llama and questions of its own."""
-    add_to_hub(tmp_path / 'hub', 'meta-llama/Llama-3.2-1B', small_model(tmp_path / 'model'))
+    add_to_hub(tmp_path / 'hub', 'meta-llama/Llama-3.2-1B', own / 'model')
     for name in ('mandarjoshi/trivia_qa', 'openai/gsm8k'):
         add_to_hub(tmp_path / 'hub', name, FILES / name.split('/')[1], 'datasets')
     out = tmp_path / 'out'
@@ -229,23 +224,19 @@ def test_know_tunes_on_written_answers_and_tabulates_each_p_ik(tmp_path):
     assert (out / 'reliability.png').exists() and (out / 'p_ik.png').exists()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize('pooling', ['mean', 'last'])
-def test_features_are_the_hidden_states_of_transformers_and_their_covariance(tmp_path, capsys,
-                                                                            pooling):
+def test_features_are_the_hidden_states_and_their_covariance(own, tmp_path, capsys, pooling):
     """Pooled without BOS and padding; the singular values by numpy's SVD."""
-    reference = reference_model('llama', sentencepiece_folder(tmp_path / 'model', 'llama2'),
-                                vocab_size=450)
+    model, reference = own / 'model', by_transformers(own / 'model')
     rows = [{'instruction': f'What is {i}?', 'output': f'It is {i * i}, ' + 'quick fox ' * (i % 7)}
             for i in range(90)]
     write_rows(tmp_path / 'a.json', rows)
     write_rows(tmp_path / 'b.json', [*rows[:70], {'output': 3}])
     _, first, second = features.run(features.FeatureConfig(
-        models=(str(tmp_path / 'model'),), data=tuple(f'{tmp_path}/{x}.json' for x in 'ab'), n=80,
+        models=(str(model),), data=tuple(f'{tmp_path}/{x}.json' for x in 'ab'), n=80,
         pooling=pooling, batch_tokens=200, device='cpu', out_dir=str(tmp_path / 'out')))
     assert 'b.json: 70 texts (1 bad rows left out' in capsys.readouterr().out
-    tokenizer = features.load_model_tokenizer(
-        tmp_path / 'model', features.checkpoint.read_config(tmp_path / 'model'))
+    tokenizer = load_tokenizer(model)
     x = []
     for i in np.random.default_rng(0).permutation(90)[:70]:     # as many as the smaller dataset has
         ids = [tokenizer.bos_id, *tokenizer.encode(rows[i]['output'])]
