@@ -5,6 +5,8 @@ import contextlib
 import json
 import os
 import shutil
+import string
+import tomllib
 from pathlib import Path
 
 import numpy as np
@@ -31,6 +33,17 @@ HERE = Path(__file__).parent.parent     # the repository
 SHARED = Path(os.environ.get('NANOCAL_SHARED', HERE.parent / 'shared'))
 
 
+def cases_of(name):
+    """Return the tables in a .json or .toml file of tests/."""
+    text = (HERE / 'tests' / name).read_text(encoding='utf-8')
+    return (json if name.endswith('.json') else tomllib).loads(text)
+
+
+def program(name, **values):
+    """Return a program of tests/programs.toml with these values."""
+    return string.Template(cases_of('programs.toml')[name]).safe_substitute(values)
+
+
 def needs_files(*names):
     """Skip the test that calls this if a file or folder is missing in SHARED."""
     for name in names:
@@ -55,16 +68,7 @@ CORPUS = ['The quick brown fox jumps over the lazy dog.', 'Question: one or two?
 
 WORDS = 'quick brown fox jumps over the lazy dog blue river old stone'.split()
 
-BYTE_PAIRS = {'model_type': 'bpe', 'vocab_size': 400, 'remove_extra_whitespaces': False,
-              'byte_fallback': True, 'normalization_rule_name': 'identity'}
-PIECES = {      # the settings of the files of these models
-    'gemma': BYTE_PAIRS | {
-        'pad_id': 0, 'eos_id': 1, 'bos_id': 2, 'unk_id': 3, 'add_dummy_prefix': False,
-        'user_defined_symbols': ['<start_of_turn>', '<end_of_turn>', '\n', '\n\n', '<b>']},
-    'mistral': BYTE_PAIRS | {'control_symbols': ['[INST]', '[/INST]']},
-    'llama2': BYTE_PAIRS,
-    't5': {'model_type': 'unigram', 'vocab_size': 500, 'hard_vocab_limit': False,
-           'pad_id': 0, 'eos_id': 1, 'unk_id': 2, 'bos_id': -1}}
+PIECES = cases_of('sentencepiece.json')       # the settings of the files of these models
 
 
 def sentencepiece_folder(folder, kind, texts=()):
@@ -104,11 +108,8 @@ def write_rows(path, rows):
     return path
 
 
-LLAMA3_ROPE = {'rope_type': 'llama3', 'rope_theta': 10000.0, 'factor': 8.0, 'low_freq_factor': 1.0,
-               'high_freq_factor': 4.0, 'original_max_position_embeddings': 32}
-
 # name: (class in transformers, its settings)
-ARCHITECTURES = json.loads((HERE / 'tests/architectures.json').read_text())
+ARCHITECTURES = cases_of('architectures.json')
 
 
 def class_of(config):
@@ -209,10 +210,10 @@ def rewrite(folder, change, name='model.safetensors'):
 
 
 def edit_config(folder, name='config.json', **values):
-    """Set keys of a file of settings; `...` removes one."""
+    """Set keys of a file of settings; '...' removes one."""
     path = folder / name
     values = json.loads(path.read_text()) | values
-    path.write_text(json.dumps({k: v for k, v in values.items() if v is not ...}))
+    path.write_text(json.dumps({k: v for k, v in values.items() if v != '...'}))
 
 
 def image_model(kind, text, shape, **more):
@@ -288,9 +289,9 @@ def apart(one, two, base):
                for key in changed)
 
 
-def lora_model(folder, dropout=0.0, seed=0, targets=None):
+def lora_model(folder, dropout=0.0, seed=0, targets=None, dtype=None):
     """A model with adapters that do something."""
-    model = checkpoint.load(folder)
+    model = checkpoint.load(folder, dtype=dtype)
     torch.manual_seed(seed)
     models.add_lora(model, 4, 16.0, dropout, targets or model.config.family.lora_targets)
     for name, p in model.named_parameters():

@@ -34,6 +34,7 @@ from data.tokenizer import load_tokenizer
 from speed.install import install
 
 
+SLOW = {'small_world', 'asked', 'whole', 'own', 'small', 'several'}      # fixtures
 LONGEST = ('test_the_tests_that_a_contributor_runs_pass_with_every_recipe',
            'test_ruff_and_mypy_find_nothing[mypy]')
 
@@ -46,7 +47,7 @@ def pytest_collection_modifyitems(items):
     """
     items.sort(key=lambda item: item.name not in LONGEST)
     for item in items:
-        if {'small_world', 'asked', 'whole', 'own', 'small'} & {*getattr(item, 'fixturenames', ())}:
+        if SLOW & {*getattr(item, 'fixturenames', ())}:
             item.add_marker('slow')
 
 

@@ -9,13 +9,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from common import (apart, edit_config, expect_step, log_of, off, plain_log_probs, rewrite,
-                    write_rows)
+from common import (apart, cases_of, edit_config, expect_step, log_of, off, plain_log_probs,
+                    rewrite, write_rows)
 
 import align
 import train
 from align import PAIR_LOSSES, STAGES, AlignConfig, Pairs
-from alignment import reference, rewards
+from alignment import reference, rewards, rollouts
 from data.preferences import to_tree
 from runtime import checkpoint
 from runtime.config import dump_config
@@ -238,8 +238,7 @@ def test_transformers_reads_each_reward_at_the_token_that_ends_the_answer(base, 
         broken.scores(messages, texts, None)
 
 
-def test_the_reward_loss_is_that_of_all_pairs_with_a_gradient_for_the_score(base, tmp_path,
-                                                                            capsys):
+def test_the_reward_loss_is_that_of_all_pairs_and_trains_the_score(base, tmp_path, capsys):
     rows = [row | {'margin': 0.5 + i} if 'chosen' in row else row for i, row in enumerate(ROWS)]
     cfg = config(base, tmp_path, rows, method='reward', centering=0.1)
     run, model = run_of(cfg)
@@ -322,12 +321,12 @@ def test_a_setting_that_a_loss_reads_is_not_refused_however_rarely_it_matters(mo
                         if align.may_read(align.PAIR_LOSSES[name], key)}, name
 
 
-@pytest.mark.parametrize('values, message', [
-    ({'smoothing': 0.1}, 'smoothing = 0.1 has no effect in align.py; leave it out'),
-    ({'label_noise': 0.5}, 'at least 0 and below 0.5'),
-    ({'gamma': 2.0}, "gamma = 2.0 has no effect with method = 'dpo'; leave it out"),
-    ({'method': 'reward', 'beta': 0.2}, "beta = 0.2 has no effect with method = 'reward'")])
-def test_settings_without_use_or_sense_are_refused(values, message):
+@pytest.mark.parametrize('values, message', cases_of('wrong_settings.toml')['align'])
+def test_settings_without_use_or_sense_are_refused(values, message, monkeypatch):
+    # not that it needs --run_code, which would not help
+    rollouts.check_rollouts(AlignConfig(method='grpo', reward='rlcr:humaneval'))
+    if 'one GPU' in message:
+        monkeypatch.setattr(rollouts, 'world_size', lambda: 2)
     with pytest.raises(ConfigError, match=message):
         align.check_align_config(AlignConfig(**values))
     with pytest.raises(ConfigError, match='no settings given: python align.py configs/'):

@@ -1,10 +1,8 @@
 """align.py with rewards: advantages, losses against plain loops, whole runs, closed forms."""
 
 import itertools
-import math
 import shutil
 import sys
-import tomllib
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,8 +10,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from common import (HERE, expect_step, head_of_32, log_of, off, plain_log_probs, reference_model,
-                    recorded, same_weights, sentencepiece_folder, write_rows)
+from common import (cases_of, expect_step, head_of_32, log_of, off, plain_log_probs, program,
+                    recorded, reference_model, same_weights, sentencepiece_folder, write_rows)
 
 import align
 import train
@@ -28,29 +26,24 @@ from alignment.rewards import FunctionReward, load_reward
 from data.packing import pack
 from decoding.answers import Answer
 from runtime import checkpoint, saving
-from runtime.build import build_optimizer
 from runtime.errors import CheckpointError, ConfigError, DataError, TrainingError
 import test_align
 from test_align import run_of
 
 # ---- Advantages and divisors ---------------------------------------------------------------------
 
-
-def plain_advantage(name, rewards):
-    """The advantages of one prompt's answers, by loops."""
-    G = len(rewards)
-    mean = sum(rewards) / G
-    std = math.sqrt(sum((r - mean) ** 2 for r in rewards) / (G - 1))
-    if name == 'rloo':
-        return [r - (sum(rewards) - r) / (G - 1) for r in rewards]
-    return [(r - mean) / (1 if name == 'dr_grpo' else std + 1e-4) for r in rewards]
+ADVANTAGES = {      # of all answers to one prompt
+    'rloo': lambda r: r - (r.sum() - r) / (len(r) - 1),
+    'dr_grpo': lambda r: r - r.mean(),
+    **dict.fromkeys(('grpo', 'dapo', 'cispo'),
+                    lambda r: (r - r.mean()) / (r.std(ddof=1) + 1e-4))}
 
 
-@pytest.mark.parametrize('name', ['rloo', 'grpo', 'dr_grpo', 'dapo', 'cispo'])
-def test_advantages_are_those_of_plain_loops_and_sum_to_0(name):
+@pytest.mark.parametrize('name', ADVANTAGES)
+def test_advantages_are_those_of_their_definition_and_sum_to_0(name):
     rewards = np.random.default_rng(3).normal(size=(5, 7))
     advantages = RL_METHODS[name].advantage(rewards)
-    expected = [plain_advantage(name, row) for row in rewards.tolist()]
+    expected = np.apply_along_axis(ADVANTAGES[name], 1, rewards)
     assert np.allclose(advantages, expected, rtol=0, atol=1e-12)
     assert np.allclose(advantages.sum(1), 0, atol=1e-12)
     costs = rewards[::-1]
@@ -69,10 +62,7 @@ def test_the_soft_penalty_of_length_is_that_of_dapo():
 
 # ---- The loss of a step --------------------------------------------------------------------------
 
-REWARD = '''
-def reward(prompt, answer, row):
-    return (answer.count('e') - answer.count('i') + len(answer) % 3) / 4
-'''
+REWARD = program('reward of letters')
 
 
 def config(base, folder, *, n=4, **values):
@@ -246,7 +236,7 @@ def expected_gradient(cfg, policy, reference, rewards):
                     'advantage': torch.from_numpy(advantage)},
             answers, torch.arange(len(answer)), cfg)
         weight = torch.from_numpy(RL_METHODS[cfg.method].weight(counts, counts > 0, cfg))
-        total += math.prod(probability[i] for i in group) * (loss * weight[answer]).sum()
+        total += np.prod([probability[i] for i in group]) * (loss * weight[answer]).sum()
     return torch.autograd.grad(total, logits)[0]
 
 
@@ -289,7 +279,7 @@ def test_later_updates_begin_with_the_log_probabilities_of_the_first(base, tmp_p
     _, packed = next(rollouts.batches(run, 0, 1))
     old, _ = objectives.log_probs(model, packed, run)
     begins = recorded(monkeypatch, train, 'train_step', lambda *arguments: arguments[2].old)
-    assert rollouts.update(model, build_optimizer(model, cfg), packed, cfg, 'cpu',
+    assert rollouts.update(model, train.build_optimizer(model, cfg), packed, cfg, 'cpu',
                            policy_objective)['mismatch'] < 1e-4
     assert begins[0] is None and np.allclose(begins[1], old, rtol=0, atol=1e-5)
 
@@ -341,12 +331,9 @@ def test_a_truncated_answer_is_masked_scored_or_penalized(base, truncated, n_use
 
 
 @pytest.mark.slow
-def test_prompts_with_equal_rewards_are_replaced_as_often_as_is_said(base, tmp_path,
-                                                                        monkeypatch):
-    # a prompt of an even number is rewarded alike whatever the answer, others by chance
+def test_prompts_with_equal_rewards_are_replaced_as_often_as_said(base, tmp_path, monkeypatch):
     cfg = config(base, tmp_path, n=8, batch_size=4, method='dapo', resample=2)
-    (tmp_path / 'reward.py').write_text('def reward(prompt, answer, row):\n    '
-                                        'return int(prompt.strip(".")[5:]) % 2 and len(answer) % 3')
+    (tmp_path / 'reward.py').write_text(program('reward of odd prompts'))
     for resample, n_calls in ((0, 1), (2, 3)):
         case = replace(cfg, resample=resample)
         run, _ = run_of(case)
@@ -397,10 +384,9 @@ def test_ppo_is_that_of_plain_loops(base, values, tmp_path):
             rewards -= 0.3 * (old[answer] - reference[answer])
         rewards[-1] += scores[answer]
         # generalized advantages, by the sum of the definition
-        n, V = len(rewards), torch.cat([value[answer], torch.zeros(1)]).numpy()
+        V, t = torch.cat([value[answer], torch.zeros(1)]).numpy(), np.arange(len(rewards))
         deltas = rewards.numpy() + cfg.discount * V[1:] - V[:-1]
-        raw[answer] = np.array([sum((cfg.discount * 0.95) ** (j - t) * deltas[j]
-                                    for j in range(t, n)) for t in range(n)])
+        raw[answer] = np.triu((cfg.discount * 0.95) ** (t - t[:, None])) @ deltas
     every = np.concatenate([*raw.values()])
     for i, k in where:
         advantages[i, k] = (raw[i, k] - every.mean()) / np.sqrt(every.var(ddof=1) + 1e-8)
@@ -472,8 +458,7 @@ def test_a_run_with_other_end_tokens_is_not_resumed(base, tmp_path, monkeypatch)
 def test_a_run_raises_its_reward_and_scores_held_out_prompts(base, tmp_path, capsys):
     cfg = config(base, tmp_path, n=6, batch_size=4, val_size=2, epochs=12, val_every=6, lr=4e-3,
                  group_size=16, method='dr_grpo', pictures=True)
-    (tmp_path / 'reward.py').write_text(
-        'def reward(prompt, answer, row):\n    return float(len(answer) < 20)\n')
+    (tmp_path / 'reward.py').write_text(program('reward of short answers'))
     align.align(cfg)
     log = log_of(tmp_path / 'run')
     assert log[-1]['reward'] > log[0]['reward'] + 0.2
@@ -489,13 +474,12 @@ def reward_of(name, answer, row):
     return load_reward(name, 'cpu', None, 'tulu').score('', answer, row)
 
 
-REWARDS = tomllib.loads((HERE / 'tests' / 'rewards.toml').read_text(encoding='utf-8'))
 RATED = '<answer>{}</answer><confidence>{}</confidence>'
 WHY = {'role': 'user', 'content': 'Why?'}
 
 
 @pytest.mark.parametrize('name, answer, target, reward', [
-    (name, *case) for name, cases in REWARDS.items() for case in cases])
+    (name, *case) for name, cases in cases_of('rewards.toml').items() for case in cases])
 def test_a_reward_is_that_of_the_rule_of_the_task(name, answer, target, reward):
     assert reward_of(name, answer, {'prompt': '?', 'answer': target}) == pytest.approx(reward)
 
@@ -529,11 +513,7 @@ def test_each_format_of_prompts_is_read_with_the_context_before_it(row):
         to_prompt(row | {'tools': 'f(x)'})
 
 
-@pytest.mark.parametrize('raw, message', [
-    ('{"a": 1}\n5\n', 'no prompt .*; 2 bad rows .*x.jsonl:1: fields a; wanted messages, '),
-    ('{"prompt": "Why?", "split": "test"}', """no prompt .*; 1 rows left out: .* is 'test'"""),
-    ('{"prompt": "Why?", "problem": "Who?"}', 'x.jsonl:1: the field "problem" is in no message'),
-    ('{"prompt": "%s"}' % ('x ' * 99), 'no prompt of at most 20 tokens')])
+@pytest.mark.parametrize('raw, message', cases_of('wrong_settings.toml')['prompts'])
 def test_prompts_without_a_usable_row_say_why(tmp_path, tokenizers, raw, message):
     (tmp_path / 'x.jsonl').write_text(raw)
     with pytest.raises(DataError, match=message):
@@ -541,23 +521,17 @@ def test_prompts_without_a_usable_row_say_why(tmp_path, tokenizers, raw, message
                      template='tulu', max_length=20, add_bos=True, on_bad_row='skip')
 
 
-@pytest.mark.parametrize('code, message', [
-    ('def reward(:\n', 'reward.py:1: SyntaxError'), ('x = 1\n', 'no function reward'),
-    ('def reward(p, a, row):\n    b = 1\n    return row["b"]\n', "reward.py:3: KeyError: 'b'"),
-    ('def reward(p, a, row): return "good"\n', "'good' for the prompt 'p'; wanted a number"),
-    ('def reward(p, a, row): return -1e19\n', '1e[+]19 .* between -1e18 and 1e18'),
-    ('x = "caf\xe9"\n', 'reward.py:1: SyntaxError')])
-def test_an_error_in_a_reward_names_its_file_and_line(code, message, tmp_path):
-    path = tmp_path / 'reward.py'
-    path.write_text(code, encoding='latin-1')
-    with pytest.raises((ConfigError, DataError), match=message):
-        load_reward(str(path), 'cpu', None, 'tulu').score('p', 'a', {})
+@pytest.mark.parametrize('name, code, message', cases_of('wrong_settings.toml')['reward'])
+def test_an_error_in_a_reward_names_its_file_and_line(name, code, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path('reward.py').write_text(code, encoding='latin-1')
+    with pytest.raises((CheckpointError, ConfigError, DataError), match=message):
+        load_reward(name, 'cpu', None, 'tulu').score('p', 'a', {})
 
 
 def test_a_reward_gets_a_copy_of_its_row_and_returns_any_number(tmp_path):
-    (tmp_path / 'reward.py').write_text(
-        "import numpy as np\ndef reward(p, a, row):\n    row['seen'].append(a)\n"
-        "    return np.float32(len(row['seen'])) if a == 'a' else True\n", encoding='utf-8-sig')
+    (tmp_path / 'reward.py').write_text(program('reward that changes its row'),
+                                        encoding='utf-8-sig')
     row = {'seen': []}
     reward = load_reward(f'{tmp_path}/reward.py', 'cpu', None, 'tulu')
     messages = [{'role': 'user', 'content': 'p'}]
@@ -567,11 +541,9 @@ def test_a_reward_gets_a_copy_of_its_row_and_returns_any_number(tmp_path):
 
 def test_a_reward_imports_modules_beside_it_which_are_part_of_it(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, 'path', [*sys.path])
-    files = {'words_of_digest.py': 'import deep_of_digest as d\n', 'deep_of_digest.py': 'x = 1\n',
-             'unused_of_digest.py': '', 'pack_of_digest/__init__.py': '',
-             'pack_of_digest/sister.py': 'x = 2\n', 'reward.py': (
-                 'import words_of_digest as w\ndef reward(prompt, answer, row):\n'
-                 '    from pack_of_digest import sister\n    return w.d.x + sister.x\n')}
+    files = {'reward.py': program('reward of modules'), 'unused_of_digest.py': '',
+             'words_of_digest.py': 'import deep_of_digest as deep', 'deep_of_digest.py': 'x = 1',
+             'pack_of_digest/__init__.py': '', 'pack_of_digest/sister.py': 'x = 2'}
     (tmp_path / 'pack_of_digest').mkdir()
     for name, text in files.items():
         (tmp_path / name).write_text(text)
@@ -579,27 +551,9 @@ def test_a_reward_imports_modules_beside_it_which_are_part_of_it(tmp_path, monke
     assert reward_of(reward, 'a', {}) == 3
     digests = [load_reward(reward, 'cpu', None, 'tulu').digest]
     for name in ('unused_of_digest.py', 'deep_of_digest.py', 'pack_of_digest/sister.py'):
-        (tmp_path / name).write_text(files[name] + '# edited\n')
+        (tmp_path / name).write_text(files[name] + '  # edited\n')
         digests.append(load_reward(reward, 'cpu', None, 'tulu').digest)
     assert digests[0] == digests[1] and len({*digests}) == 3
-
-
-@pytest.mark.parametrize('values, message', [
-    ({'reward': AlignConfig.reward}, 'need a reward'), ({'method': 'dpo'}, 'and only they'),
-    ({'method': 'ppo', 'group_size': 1, 'resample': 1}, 'every prompt with'),
-    ({'soft_overlong': 999}, 'between 0 and 256'),
-    ({'method': 'ppo', 'kl_target': 6.0}, "set kl = 'reward'"),
-    ({'method': 'ppo', 'kl': 'reward', 'kl_target': 6.0, 'batch_size': 10, 'kl_horizon': 16},
-     'kl_horizon = 16: one step .* = 80 answers could make kl_coef 0'),
-    ({'reward': 'exact:humaneval'}, 'then allow it with --run_code'),
-    ({}, "'grpo' generates its answers on one GPU"),
-    ({'gae_lambda': 0.9}, "effect with method = 'grpo'"),
-    ({'lora_dropout': 0.1}, 'the policy would differ')])
-def test_settings_of_rewards_without_sense_are_refused(values, message, monkeypatch):
-    if 'one GPU' in message:
-        monkeypatch.setattr(rollouts, 'world_size', lambda: 2)
-    with pytest.raises(ConfigError, match=message):
-        align.check_align_config(AlignConfig(**{'method': 'grpo', 'reward': 'exact'} | values))
 
 
 def test_a_row_without_the_answer_of_the_reward_is_found_before_training(base, tmp_path):
@@ -617,15 +571,7 @@ def test_a_row_without_the_answer_of_the_reward_is_found_before_training(base, t
             run_of(replace(cfg, reward='abstain'))
 
 
-def test_an_unknown_reward_is_refused_and_an_edited_one_is_another_run(base, tmp_path):
-    with pytest.raises(ConfigError, match="'good', .* exact or rlcr or .* of a task .triviaqa, "):
-        load_reward('good', 'cpu', None, 'tulu')
-    # not that it needs --run_code, which would not help
-    rollouts.check_rollouts(align.AlignConfig(method='grpo', reward='rlcr:humaneval'))
-    with pytest.raises(ConfigError, match='not a program; take exact:humaneval, with --run_code'):
-        load_reward('rlcr:humaneval', 'cpu', None, 'tulu')
-    with pytest.raises(CheckpointError, match='is not a model folder: it has no config.json'):
-        load_reward(str(tmp_path), 'cpu', None, 'tulu')
+def test_an_edited_reward_is_another_run(base, tmp_path):
     cfg = config(base, tmp_path)
     before = run_of(cfg)[0].sequences.digest
     (tmp_path / 'reward.py').write_text(REWARD + '# edited\n')

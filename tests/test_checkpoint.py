@@ -11,9 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from common import (HERE, LLAMA3_ROPE, add_to_hub, by_transformers, edit_config, few_layers,
-                    llama_config, logits_of, lora_model, named, reference_model, rewrite,
-                    whole_rows)
+from common import (HERE, add_to_hub, by_transformers, cases_of, edit_config, few_layers,
+                    llama_config, logits_of, lora_model, named, program, reference_model, rewrite,
+                    small_model, whole_rows)
 from safetensors.torch import load_file, save_file
 
 import model as models
@@ -39,7 +39,7 @@ def test_saved_folder_loads_in_transformers(name, shard_bytes, tmp_path, monkeyp
     assert ('model.safetensors' in files) == (shard_bytes == 10**9)
 
 
-def test_saving_removes_no_file(folder, monkeypatch):
+def test_saving_removes_no_file_and_what_an_index_does_not_list_is_not_read(folder, monkeypatch):
     """A save that leaves another layout's files beside its own is refused when it is loaded."""
     model, theirs = checkpoint.load(folder), ('model-old.safetensors', 'notes.txt')
     for name in theirs:
@@ -52,14 +52,7 @@ def test_saving_removes_no_file(folder, monkeypatch):
         checkpoint.load(folder)
     (folder / 'model.safetensors').unlink()
     assert all(map(torch.equal, model.parameters(), checkpoint.load(folder).parameters()))
-
-
-def test_of_a_shard_only_what_the_index_lists_is_read(folder, monkeypatch):
-    model = checkpoint.load(folder)
-    (folder / 'model.safetensors').unlink()
-    monkeypatch.setattr(saving, 'SHARD_BYTES', 40_000)
-    saving.save(model, folder, torch.float32)
-    shards = sorted(folder.glob('model-*.safetensors'))
+    shards = sorted(folder.glob('model-0*.safetensors'))
     old = {key: torch.full_like(x, torch.nan) for key, x in load_file(shards[0]).items()}
     save_file(load_file(shards[-1]) | old | {'unlisted': DENSE}, shards[-1])
     assert all(map(torch.equal, model.parameters(), checkpoint.load(folder).parameters()))
@@ -143,38 +136,12 @@ def test_every_field_of_the_config_is_checked(name, tmp_path):
     assert (('sliding_window', '1') in computed) == ('sliding_window' in keys)
 
 
-LENGTH = 'original_max_position_embeddings'
-ROPE = {k: v for k, v in LLAMA3_ROPE.items() if k != 'rope_theta'}
-
-# test_families.py computes each scheme; here are the spellings, and what is refused
-ROPES = [
-    (True, {'rope_theta': 500.0}), (True, {'rope_scaling': ROPE, 'rope_theta': 500.0}),
-    (False, {'rope_scaling': ROPE, 'rope_parameters': ROPE}),
-    (True, {'rope_scaling': {}, 'rope_parameters': LLAMA3_ROPE}),
-    *((n == 32, {'rope_scaling': ROPE, LENGTH: n}) for n in (32, 16)),
-    (False, {'rope_parameters': {'rope_type': 'default', 'rope_theta': 500.0}, 'rope_theta': 1e4}),
-    (False, {'rope_scaling': ROPE | {'type': 'default'}}),
-    (True, {'rope_parameters': {'finetuned': True, 'attn_factor': 0.9, 'factor': 8.0}}),
-    (True, {'rope_scaling': ROPE | {'mscale': 0.7, 'attention_factor': 0.5, 'finetuned': True}}),
-    *((True, {'rope_scaling': {'type': 'yarn', 'factor': 4.0, LENGTH: 16} | more}) for more in (
-        {'mscale': 1.0, 'mscale_all_dim': 0}, {'beta_fast': 0, 'beta_slow': 0.0})),
-    (False, {'rope_scaling': {'factor': 8.0, 'rope_typ': 'linear'}}),
-    (False, {'rope_scaling': ROPE | {'low_freq_factor': 4.0}}),
-    (False, {'rope_parameters': {'sliding_attention': {'rope_theta': 1e4},
-                                 'full_attention': {'rope_theta': 500.0}}}),
-    *((False, {'rope_scaling': ROPE | {key: 'yes'}}) for key in (*ROPE, 'rope_theta'))]
-
-NEOX_ROPES = [
-    (True, {'rotary_emb_base': 500, 'rotary_pct': 0.5, 'rope_scaling': None}),
-    (True, {'rotary_pct': 0.5, 'rope_scaling': ROPE}),
-    (True, {'rope_theta': 500.0, 'partial_rotary_factor': 0.5}),
-    (False, {'rotary_pct': 0.5, 'rope_parameters': {'partial_rotary_factor': 0.25}}),
-    (False, {'rotary_emb_base': 500.0, 'rope_parameters': LLAMA3_ROPE}),
-    *((False, {'rotary_pct': value}) for value in (None, 0.2, 1.5)),
-    (False, {'rotary_emb_base': 0}), (False, {'head_dim': 16})]
+# Keys of config.json. Of rotary positions: whether they are computed; test_families.py computes
+# each scheme, here are the spellings.
+FILES = cases_of('config_files.json')
 
 
-@pytest.mark.parametrize('name, cases', [('llama', ROPES), ('neox', NEOX_ROPES)])
+@pytest.mark.parametrize('name, cases', FILES['rope_computed_or_refused'].items())
 def test_rotary_positions_are_computed_as_in_transformers_or_refused(name, cases, tmp_path):
     reference_model(name, tmp_path)
     raw = json.loads((tmp_path / 'config.json').read_text())
@@ -184,8 +151,7 @@ def test_rotary_positions_are_computed_as_in_transformers_or_refused(name, cases
 
 
 def test_old_buffers_of_neox_are_ignored(tmp_path):
-    reference_model('neox', tmp_path)
-    at, plain = 'gpt_neox.layers.0.attention', checkpoint.load(tmp_path).state_dict()
+    at, plain = 'gpt_neox.layers.0.attention', small_model('neox', tmp_path).state_dict()
     rewrite(tmp_path, lambda t: t.update({
         f'{at}.bias': torch.ones(1, 1, 64, 64, dtype=torch.uint8),
         f'{at}.masked_bias': torch.tensor(-1e9).half(),
@@ -198,19 +164,7 @@ def test_old_buffers_of_neox_are_ignored(tmp_path):
         checkpoint.load(tmp_path)
 
 
-@pytest.mark.parametrize('name, values, message', [
-    ('llama', {'num_hidden_layers': ...}, 'num_hidden_layers is missing'),
-    ('llama', {'rope_parameters': {'rope_type': 'llama3'}},
-     'rope_parameters.factor is missing; it must be a number from 1.0 to'),
-    ('llama', {'quantization_config': {'quant_method': 'awq'}}, 'quantization_config: name the'),
-    ('llama', {'head_dim': 13}, 'head_dim = 13 is 13; it must be even and above 0'),
-    ('llama', {'nanocal': {'cap': 30.0}},
-     'nanocal.cap is not supported; the keys are softcap, temperature'),
-    ('gemma2', {'nanocal': {'softcap': 30.0}}, 'gemma2 has final_logit_softcapping'),
-    ('gemma2', {'layer_types': ['full_attention']}, 'layer_types has 1 items for num_hidden'),
-    ('mistral', {'layer_types': ['sliding_attention'] * 3}, 'sliding_window = None beside layer'),
-    ('gemma3', {'rope_parameters': None, 'rope_scaling': {'type': 'linear', 'factor': 8.0}},
-     'rope_scaling.type means nothing to transformers in a gemma3_text; name it rope_type')])
+@pytest.mark.parametrize('name, values, message', FILES['refused'])
 def test_values_of_config_json_that_are_refused_by_name(name, values, message, tmp_path):
     reference_model(name, tmp_path)
     edit_config(tmp_path, **values)
@@ -240,8 +194,7 @@ def test_changes_to_the_config_apply_to_what_the_file_means(tmp_path):
 @pytest.mark.parametrize('name', ['llama', 'gemma2'])
 def test_softcap_and_temperature_of_our_own(name, tmp_path, capsys):
     """logits = cap * tanh(h W' / (T cap)) after a round trip through config.json."""
-    reference_model(name, tmp_path / 'plain')
-    plain = checkpoint.load(tmp_path / 'plain')
+    plain = small_model(name, tmp_path / 'plain')
     tokens = torch.randint(0, 211, (1, 45))
     z = torch.nn.functional.linear(plain(tokens, *whole_rows(tokens)), plain.head)
     saving.save(plain, tmp_path / 'same', torch.float32)
@@ -259,8 +212,7 @@ def test_softcap_and_temperature_of_our_own(name, tmp_path, capsys):
 
 
 def test_tied_embeddings_beside_an_output_matrix(tmp_path):
-    reference_model('llama3', tmp_path)
-    plain = checkpoint.load(tmp_path).head
+    plain = small_model('llama3', tmp_path).head
     rewrite(tmp_path, lambda t: t.update(
         {'lm_head.weight': t['model.embed_tokens.weight'].clone()}))
     assert torch.equal(checkpoint.load(tmp_path).head, plain)
@@ -332,29 +284,6 @@ def test_a_model_is_found_by_its_path_and_in_the_hub_cache(folder, tmp_path, mon
     assert checkpoint.fetch('some/model').parent == tmp_path / 'hub/models--some--model/snapshots'
 
 
-# Prints by how many kB loading a model raises the process's own memory. The mapped file does not
-# count: its pages can be dropped at any time.
-WATCHED_LOAD = """
-import re, sys, threading, time, torch, model
-from runtime import checkpoint
-
-def held():
-    return int(re.search(r'RssAnon:\\s+(\\d+)', open('/proc/self/status').read())[1])
-
-def watch():
-    while True:
-        peaks.append(held())
-        time.sleep(0.001)
-
-with torch.device('meta'):  # imports what it needs on its first use
-    model.CausalLM(checkpoint.read_config(sys.argv[1]))
-before, peaks = held(), []
-threading.Thread(target=watch, daemon=True).start()
-loaded = checkpoint.load(sys.argv[1])
-print(max([*peaks, held()]) - before)
-"""
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(not Path('/proc/self/status').exists(), reason='needs /proc')
 def test_loading_holds_one_copy_of_the_weights_in_memory(tmp_path):
@@ -363,10 +292,10 @@ def test_loading_holds_one_copy_of_the_weights_in_memory(tmp_path):
                           num_hidden_layers=16, num_attention_heads=16, dtype='bfloat16')
     model = models.CausalLM(config).to(torch.bfloat16)
     saving.save(model, tmp_path, torch.bfloat16)
-    grown = int(subprocess.run([sys.executable, '-c', WATCHED_LOAD, tmp_path], text=True,
-                               stdout=subprocess.PIPE, cwd=HERE, check=True).stdout) * 1024
+    done = subprocess.run([sys.executable, '-c', program('memory of loading'), tmp_path],
+                          text=True, stdout=subprocess.PIPE, cwd=HERE, check=True)
     size = sum(p.numel() for p in model.parameters()) * 2
-    assert 0.9 * size < grown < 1.3 * size
+    assert 0.9 * size < 1024 * int(done.stdout) < 1.3 * size
 
 
 @pytest.mark.slow
@@ -414,8 +343,7 @@ class Attack:
     ({'model.norm.weight': Attack()}, 'not a file of weights'),
     *(({'x': DENSE, key: tensor}, f'{key!r} is not the name of a dense tensor') for key, tensor in (
         (0, DENSE), ('a', DENSE.to_sparse())))])
-def test_a_pickle_of_other_things_is_refused_and_runs_no_code(content, message, folder,
-                                                              monkeypatch):
+def test_a_pickle_of_other_things_is_refused_and_not_run(content, message, folder, monkeypatch):
     (folder / 'model.safetensors').unlink()
     torch.save(content, folder / 'pytorch_model.bin')
     monkeypatch.chdir(folder)

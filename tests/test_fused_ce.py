@@ -1,16 +1,14 @@
 """fused_ce.py: every loss against float64 autograd through all the logits."""
 
 import itertools
-import json
 import math
 import os
 import re
-from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
-from common import kernel_variants, off
+from common import cases_of, kernel_variants, off
 
 import fused_ce
 from fused_ce import (confidence_penalty, cross_entropy, entropy_weighted, focal,
@@ -338,7 +336,7 @@ REFERENCES = {      # the definition of each, of float64 logits [n, V] and label
 
 # every loss with one of the softcaps, which are within the kernels' bound and beyond it
 LOSS_CASES = [*zip(REFERENCES, itertools.cycle((None, 5.0, 60.0)))]
-GOLDEN = json.loads((Path(__file__).parent / 'golden_losses.json').read_text())
+GOLDEN = cases_of('golden_losses.json')
 
 
 @pytest.mark.parametrize('case', GOLDEN['cases'], ids=lambda c: f'{c["loss"]}, {c["softcap"]}')
@@ -408,10 +406,7 @@ def test_parse_loss_reads_sums_and_names_errors():
     assert all(map(torch.equal, ours(*inputs, loss), ours(
         *inputs, parse_loss(' spherical()+confidence_penalty(-.5)'))))
     for text, message in (
-            ('focla(2)', "there is no 'focla'; did you mean 'focal'?"), ('focal', 'write calls'),
-            ('focal(2) - z_loss(1)', 'write a sum'), ('focal(', 'not a sum of calls'),
-            ('focal()', 'missing 1 required'), ('focal(True)', 'numbers'),
-            ('focal(-1)', 'at least 0'), ('focal(2) + brier()', 'one whole loss'),
+            *cases_of('wrong_settings.toml')['loss'],
             *((f'brier(){" + z_loss(1)" * n}', 'too many terms') for n in (100, 3000, 10 ** 5))):
         found = f'loss {re.escape(repr(text)[:80])}: .*{re.escape(message)}'
         with pytest.raises(ValueError, match=found):
@@ -447,21 +442,19 @@ def test_a_joint_loss_equals_autograd_whether_its_groups_fit_a_chunk_or_not(
         ce_device, function, softcap, memory):
     hidden, weight, target = ce_inputs(30, 24, 77, ce_device)
     target[GROUPS == 3] = -100      # a group whose tokens have no loss
-    loss, nll = fused_loss(hidden, weight, target, joint(function, entropy=function is ppo),
-                           softcap=softcap, reduction='sum', group=GROUPS, memory=memory)
+    of_groups, options = joint(function, entropy=function is ppo), {
+        'softcap': softcap, 'reduction': 'sum'}
+    loss, nll = fused_loss(hidden, weight, target, of_groups, group=GROUPS, memory=memory,
+                           **options)
     loss.backward()
     tokens = torch.nonzero(target >= 0).squeeze(1)
     expected = by_autograd(lambda z, y: function(-nll_of(z, y), entropy_of(z), tokens),
                            hidden, weight, target, softcap, total=1)
     assert_close((loss, hidden.grad, weight.grad), expected, 2e-6)
-    assert off(nll, fused_loss(hidden, weight, target, cross_entropy(), softcap=softcap,
-                               reduction='sum')[0].detach()) < 2e-6
-
-
-def test_a_joint_loss_of_no_token_is_0():
-    hidden, weight, target = ce_inputs(30, 24, 77)
-    assert not any(x.any() for x in ours(hidden, weight, target.fill_(-100), joint(
-        lambda log_p, entropy, tokens: log_p.sum()), reduction='sum', group=GROUPS))
+    plain, _ = fused_loss(hidden, weight, target, cross_entropy(), **options)
+    assert off(nll, plain) < 2e-6
+    nothing = ours(hidden, weight, target.fill_(-100), of_groups, group=GROUPS, **options)
+    assert not any(x.any() for x in nothing)
 
 
 # ---- The compiler, and GPUs ---------------------------------------------------------------------

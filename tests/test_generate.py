@@ -98,8 +98,8 @@ def test_an_answer_does_not_depend_on_the_others(tmp_path, tokenizers):
 
 @pytest.mark.skipif(KERNEL_DEVICE == 'cpu', reason='needs a CUDA device')
 def test_a_kernel_serves_texts_of_any_length(tmp_path):
-    reference_model('gemma3', tmp_path, **head_of_32('gemma3'))
-    model, variants = checkpoint.load(tmp_path, 'cuda', torch.bfloat16), []
+    model = small_model('gemma3', tmp_path, 'cuda', torch.bfloat16, **head_of_32('gemma3'))
+    variants = []
     for lengths in ((5, 40), (64, 7, 33), (200, 16)):
         list(generate(model, random_prompts(0, *lengths), Sampling(max_tokens=8)))
         variants.append(kernel_variants(kernels))
@@ -167,7 +167,7 @@ def fits(counts, probs):
 
 @pytest.mark.parametrize('rules', RULES)
 def test_tokens_follow_the_distribution_of_transformers(rules, device):
-    s = replace(Sampling(), **rules)
+    s = Sampling(**rules)
     logits = torch.randn(1, 211, generator=torch.Generator().manual_seed(5)) * 2
     log_q = warped(logits, s)[0].double()
     uniforms = torch.from_numpy(np.random.default_rng(6).random(20_000))
@@ -182,7 +182,7 @@ def test_tokens_follow_the_distribution_of_transformers(rules, device):
 
 @pytest.mark.parametrize('rules', [RULES[-1], {'temperature': 0.0}, {'temperature': 0.5}])
 def test_the_kernel_draws_what_torch_draws(rules):
-    s, V, n_vocab = replace(Sampling(), **rules), 9001, 8990
+    s, V, n_vocab = Sampling(**rules), 9001, 8990
     torch.manual_seed(7)
     logits = torch.randn(6, V) * 3
     # never drawn, though higher by more than float32 can hold after exp at a low temperature
@@ -204,7 +204,7 @@ def test_equal_logits_at_the_edge_are_all_kept():
     logits = torch.log(torch.tensor([[0.4, 0.2, 0.2, 0.2], [0.25] * 4]))
     for rules, lowest in (({'top_k': 2}, [0.2, 0.25]), ({'top_p': 0.5}, [0.2, 0.25]),
                           ({'top_p': 0.4 - 1e-6}, [0.4, 0.25]), ({'min_p': 0.51}, [0.4, 0.25])):
-        kept = logits >= lowest_logits(logits, replace(Sampling(), **rules))[:, None]
+        kept = logits >= lowest_logits(logits, Sampling(**rules))[:, None]
         expected = logits.exp() >= torch.tensor(lowest)[:, None] - 1e-6
         assert torch.equal(kept, expected), rules
 

@@ -141,8 +141,8 @@ def step_gradients(model, optimizer, packed, micro_rows):
 
 
 @contextlib.contextmanager
-def little_memory(model, most, where='forward'):
-    """Let passes of more than `most` rows run out of memory, all but the first of them."""
+def little_memory(model, most, where='forward', n_fit=1):
+    """Let passes of more than `most` rows run out of memory, all but the first `n_fit` of them."""
     calls = []
 
     def fail(*_):
@@ -150,7 +150,7 @@ def little_memory(model, most, where='forward'):
 
     def check(module, inputs, hidden):
         calls.append(len(hidden))
-        if len(hidden) > most and sum(n > most for n in calls) > 1:
+        if len(hidden) > most and sum(n > most for n in calls) > n_fit:
             fail() if where == 'forward' else hidden.register_hook(fail)
     handle = model.register_forward_hook(check)
     try:
@@ -181,16 +181,11 @@ def test_a_step_that_lacks_memory_is_taken_again_with_fewer_rows(dtype, kind, wh
     assert capsys.readouterr().out.count('again with') == 3
 
 
-def test_a_run_survives_a_step_that_lacks_memory(settings_file, tmp_path, capsys, monkeypatch):
+def test_a_run_survives_a_step_that_lacks_memory(settings_file, tmp_path, monkeypatch):
     def trained(name, most):
         def build(*arguments):
-            model, n_passes = build_model(*arguments), []
-
-            def check(module, inputs, hidden):
-                n_passes.append(len(hidden))
-                if len(n_passes) > 6 and len(hidden) > most:
-                    raise torch.OutOfMemoryError('CUDA out of memory')
-            model.register_forward_hook(check)
+            model = build_model(*arguments)
+            stack.enter_context(little_memory(model, most, n_fit=6))
             return model
         monkeypatch.setattr(train, 'build_model', build)
         train.main([settings_file, '--eval=None', '--device=cpu', '--pictures=False',
@@ -198,7 +193,8 @@ def test_a_run_survives_a_step_that_lacks_memory(settings_file, tmp_path, capsys
                     f'--out_dir={tmp_path / name}'])
         return log_of(tmp_path / name)
     build_model = train.build_model
-    right, survived = trained('right', 4), trained('survived', 2)
+    with contextlib.ExitStack() as stack:
+        right, survived = trained('right', 4), trained('survived', 2)
     assert [record['micro_rows'] for record in right] == [4] * 5
     assert [record['micro_rows'] for record in survived] == [4] + [2] * 4
     for one, other in zip(right, survived, strict=True):

@@ -9,9 +9,10 @@ import metrics
 import numpy as np
 import pytest
 import torch
-from common import (HERE, SHARED, add_to_hub, log_of, needs_files, reference_model, results_of,
-                    sentencepiece_folder, write_rows)
+from common import (HERE, SHARED, add_to_hub, by_transformers, cases_of, log_of, needs_files,
+                    reference_model, results_of, sentencepiece_folder, write_rows)
 from data.benchmarks import BENCHMARKS
+from data.tokenizer import load_tokenizer
 from research.common import read_csv, read_lines
 from research.papers import features, label_smoothing, multilingual, multilingual_printed
 from results import report
@@ -19,6 +20,7 @@ from runtime import ownership
 from runtime.errors import DataError
 from scripts import run_scripts
 
+FILES = HERE / 'tests' / 'paper_files'       # as the datasets are published
 SMALL = ['--batch_size=4', '--max_length=256', '--pack_len=256', '--workers=1', '--device=cpu',
          '--dtype=float32', '--pictures=False', '--eval.n_bootstrap=0', '--eval.pictures=False',
          '--eval.pack_len=512']
@@ -40,41 +42,13 @@ def config_of(folder):
 
 # Models and files
 
-def small_model(folder):
-    reference_model('llama', sentencepiece_folder(folder, 'llama2'), vocab_size=450,
-                    max_position_embeddings=2048)
-    return folder
-
-
 @pytest.fixture(scope='module')
 def own(tmp_path_factory):
     """A folder with a model, conversations, texts and benchmarks as they are published."""
     folder = tmp_path_factory.mktemp('own')
-    small_model(folder / 'model')
-    write_rows(folder / 'alpaca.json', [{
-        'instruction': f'What is {i} and {i + 1}?', 'input': '', 'text': '',
-        'output': f'It is {2 * i + 1}, a number.'} for i in range(16)])
-    for split, n in (('test', 8), ('dev', 5)):
-        write_rows(folder / 'mmlu' / f'{split}.jsonl', [
-            {'question': f'Which is {i}?', 'subject': 'anatomy', 'answer': i % 4,
-             'choices': [f'the {i + k}' for k in range(4)]} for i in range(n)])
-    for name, split in itertools.product(('Easy', 'Challenge'), ('test', 'train')):
-        write_rows(folder / 'arc' / f'ARC-{name}-{split}.jsonl', [
-            {'id': f'{i}', 'question': f'Which is {i}?', 'answerKey': 'ABCD'[i % 4],
-             'choices': {'text': [f'the {i + k}' for k in range(4)], 'label': [*'ABCD']}}
-            for i in range(8)])
-    for language in ('et', 'sw'):
-        write_rows(folder / 'xcopa' / f'test.{language}.jsonl', [
-            {'premise': f'It is {i}.', 'choice1': 'the one', 'choice2': 'the two', 'idx': i,
-             'question': 'cause', 'label': i % 2} for i in range(4)])
-    lines = [f'{i},Which is {i}?,the one,the two,the red,the fox,{"ABCD"[i]}\n' for i in range(4)]
-    for split in ('test', 'dev'):
-        (folder / 'cmmlu' / split).mkdir(parents=True)
-        (folder / 'cmmlu' / split / 'anatomy.csv').write_text(
-            ',Question,A,B,C,D,Answer\n' + ''.join(lines))
-    (folder / 'wiki').mkdir()
-    (folder / 'wiki' / 'wiki.test.txt').write_text(''.join(
-        f' The quick fox is {i} and a number . \n' for i in range(8)))
+    shutil.copytree(FILES, folder, dirs_exist_ok=True)
+    reference_model('llama', sentencepiece_folder(folder / 'model', 'llama2'), vocab_size=450,
+                    max_position_embeddings=2048)
     return folder
 
 
@@ -112,13 +86,7 @@ def test_the_plan_lists_every_run_and_writes_nothing(tmp_path, script, n_runs, m
         assert not (out / 'changes.json').exists()
 
 
-@pytest.mark.parametrize('arguments, message', [
-    ('--rate=all', 'there is no option --rate; did you mean --rates?'),
-    ('--only=zz', '--only=zz: no run has such a name; --plan lists them'),
-    ('--model=Mine={own}/modle',
-     '--model=Mine={own}/modle: there is no folder {own}/modle; wanted the folder of a model'),
-    ('--model=a/b={own}/model', "'a/b' cannot be its name in the results; name it as [NAME=]FO"),
-    ('--data={own}/alpaca.jsonl', 'no file or folder at {own}/alpaca.jsonl')])
+@pytest.mark.parametrize('arguments, message', cases_of('wrong_settings.toml')['paper'])
 def test_a_wrong_option_is_named_in_one_line(own, tmp_path, arguments, message):
     printed = run_paper(tmp_path, 'label_smoothing', f'--out_dir={tmp_path / "out"}', '--plan',
                         arguments.format(own=own), code=1)
@@ -188,29 +156,13 @@ def test_multilingual_has_the_languages_and_classes_of_its_files(own, tmp_path):
 
 def test_alignment_evaluates_every_epoch_of_each_method_and_repeats_nothing(own, tmp_path):
     """Instruction tuning, a reward model, PPO, DPO, a checkpoint of another PPO."""
-    out, words = tmp_path / 'out', ('fox', 'dog', 'sky', 'blue')
-    blue = {'boundaries': [11, 15], 'annotator': 'Wikidata_Spotlight_Entity_Linker',
-            'surfaceform': 'blue', 'uri': 'http://www.wikidata.org/entity/Q1088'}
-    write_rows(tmp_path / 'trex' / 're-nlg_0-10000.json', [
-        {'docid': str(i), 'text': f'The sky is blue and {i} is a number.', 'triples': [],
-         'entities': [blue]} for i in range(6)])
-    write_rows(tmp_path / 'comparison_data_v2.json', [
-        {'user_input': f'What is {i}?', 'responses_and_scores': [
-            {'response': f'It is {i}, a number.', 'source': 'gpt4', 'score': 9.0},
-            {'response': f'The {words[i % 4]}.', 'source': 'davinci', 'score': 9.0 - (i > 5)},
-            {'response': '' if i % 3 else 'It.', 'source': 'icm-1.3b', 'score': 2.0}]}
-        for i in range(26)])        # 4 of them are ties
-    write_rows(tmp_path / 'pairs.json', [
-        {'conversations': [{'from': 'user', 'content': f'What is {i}?'}],
-         'chosen': {'from': 'assistant', 'content': f'It is {i}.'},
-         'rejected': {'from': 'assistant', 'content': 'No.'}} for i in range(12)])
+    out = tmp_path / 'out'
     # keys that align.py has no use for reach the other runs alone; Alpaca's prompt needs room
     arguments = [f'--cache_dir={tmp_path}', *SMALL, '--eval.limit=4', '--smoothing=0.1',
                  '--batch_size=5', '--val_size=2', '--max_length=512', '--pack_len=512',
-                 f'--trex={tmp_path}/trex', f'--pairs={tmp_path}/pairs.json',
-                 f'--comparisons={tmp_path}/comparison_data_v2.json',
-                 f'--rlhf=a/missing,{own}/model', f'--eval.tasks=mmlu:{own}/mmlu,'
-                 f'clm:{own}/wiki,facts:{tmp_path}/trex']
+                 f'--trex={own}/trex', f'--pairs={own}/pairs.json',
+                 f'--comparisons={own}/comparison_data_v2.json', f'--rlhf=a/missing,{own}/model',
+                 f'--eval.tasks=mmlu:{own}/mmlu,clm:{own}/wiki,facts:{own}/trex']
     own_model = own_arguments(own, out)
     printed = run_paper(tmp_path, 'alignment', '--only=aligned/ppo', *own_model, *arguments)
     assert 'aligned/ppo waits for Chats-full and reward' in printed
@@ -251,20 +203,11 @@ def test_alignment_evaluates_every_epoch_of_each_method_and_repeats_nothing(own,
     assert 'holds samples of another model' in printed
 
 
-@pytest.mark.slow
-def test_know_tunes_on_written_answers_and_tabulates_each_p_ik(tmp_path):
+def test_know_tunes_on_written_answers_and_tabulates_each_p_ik(own, tmp_path):
     """From hub names to tables, with a small random Llama and questions of its own."""
-    add_to_hub(tmp_path / 'hub', 'meta-llama/Llama-3.2-1B', small_model(tmp_path / 'model'))
-    answer = {'value': 'a', 'aliases': ['the', 'e']}
-    for name, test, row in (
-            ('mandarjoshi/trivia_qa', 'validation', lambda i: {'answer': answer}),
-            ('openai/gsm8k', 'test', lambda i: {'answer': f'It is {i}.\n#### {i}'})):
-        folder = tmp_path / test
-        for split, n in ((test, 5), ('train', 16)):
-            write_rows(folder / f'{split}.jsonl', [
-                {'question': f'What is {split} {i}?', 'question_id': f'{split}{i}'} | row(i)
-                for i in range(n)])
-        add_to_hub(tmp_path / 'hub', name, folder, 'datasets')
+    add_to_hub(tmp_path / 'hub', 'meta-llama/Llama-3.2-1B', own / 'model')
+    for name in ('mandarjoshi/trivia_qa', 'openai/gsm8k'):
+        add_to_hub(tmp_path / 'hub', name, FILES / name.split('/')[1], 'datasets')
     out = tmp_path / 'out'
     printed = run_paper(tmp_path / 'hub', 'know', '--only=Llama-3.2-1B', f'--out_dir={out}',
                         f'--cache_dir={tmp_path}', *SMALL, '--val_size=3', '--max_steps=2',
@@ -281,23 +224,19 @@ def test_know_tunes_on_written_answers_and_tabulates_each_p_ik(tmp_path):
     assert (out / 'reliability.png').exists() and (out / 'p_ik.png').exists()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize('pooling', ['mean', 'last'])
-def test_features_are_the_hidden_states_of_transformers_and_their_covariance(tmp_path, capsys,
-                                                                            pooling):
+def test_features_are_the_hidden_states_and_their_covariance(own, tmp_path, capsys, pooling):
     """Pooled without BOS and padding; the singular values by numpy's SVD."""
-    reference = reference_model('llama', sentencepiece_folder(tmp_path / 'model', 'llama2'),
-                                vocab_size=450)
+    model, reference = own / 'model', by_transformers(own / 'model')
     rows = [{'instruction': f'What is {i}?', 'output': f'It is {i * i}, ' + 'quick fox ' * (i % 7)}
             for i in range(90)]
     write_rows(tmp_path / 'a.json', rows)
     write_rows(tmp_path / 'b.json', [*rows[:70], {'output': 3}])
     _, first, second = features.run(features.FeatureConfig(
-        models=(str(tmp_path / 'model'),), data=tuple(f'{tmp_path}/{x}.json' for x in 'ab'), n=80,
+        models=(str(model),), data=tuple(f'{tmp_path}/{x}.json' for x in 'ab'), n=80,
         pooling=pooling, batch_tokens=200, device='cpu', out_dir=str(tmp_path / 'out')))
     assert 'b.json: 70 texts (1 bad rows left out' in capsys.readouterr().out
-    tokenizer = features.load_model_tokenizer(
-        tmp_path / 'model', features.checkpoint.read_config(tmp_path / 'model'))
+    tokenizer = load_tokenizer(model)
     x = []
     for i in np.random.default_rng(0).permutation(90)[:70]:     # as many as the smaller dataset has
         ids = [tokenizer.bos_id, *tokenizer.encode(rows[i]['output'])]
@@ -466,15 +405,13 @@ def test_resampled_metrics_are_those_of_the_drawn_questions_in_every_language():
     again = np.random.default_rng(3)
     for r in range(6):      # the first are the questions as they are
         drawn = [names[i] for i in again.integers(30, size=30)] if r else names
-        found = {'all': ([], [])}
+        parts = {}
         for language, (own, p) in groups.items():
             rows = [own.index(name) for name in drawn if name in own]
-            found[language] = p.probs[rows], p.labels[rows]
-            found['all'][0].append(p.probs[rows])
-            found['all'][1].append(p.labels[rows])
-        found['all'] = [np.concatenate(x) for x in found['all']]
-        for language, (probs, labels) in found.items():
-            expected = metrics.report(probs, labels)
+            parts[language] = p.probs[rows], p.labels[rows]
+        parts['all'] = map(np.concatenate, zip(*parts.values()))
+        for language, part in parts.items():
+            expected = metrics.report(*part)
             for key, (value, resampled) in values[language].items():
                 assert [value, *resampled][r] == pytest.approx(expected[key], abs=1e-12)
 

@@ -15,11 +15,10 @@ import runpy
 import shutil
 import subprocess
 import sys
-import tomllib
 
 import numpy as np
 import pytest
-from common import HERE, refused, tree, write_rows
+from common import HERE, cases_of, program, refused, tree, write_rows
 
 import metrics
 from bridges import command
@@ -33,6 +32,7 @@ from runtime import cli, ownership
 from runtime.errors import ConfigError, DataError
 from scripts import run_scripts
 
+FILES = cases_of('prediction_files.toml')
 HARNESS_FILES = HERE / 'tests' / 'harness_files'
 needs_lm_eval = pytest.mark.skipif(importlib.util.find_spec('lm_eval') is None,
                                    reason='needs lm-eval')
@@ -111,12 +111,8 @@ def test_tables_of_any_form_give_the_report_of_the_json_lines(tmp_path):
 
 
 def test_answers_of_an_api_without_probabilities_are_sampled_or_stated(tmp_path):
-    """The table is one that uqlm 0.6.7 wrote; its exact_match is the share of equal answers."""
     table = tmp_path / 'uqlm.csv'
-    table.write_text("""prompt,response,sampled_responses,exact_match,response_correct
-Repeat 3,3,"['4', '4', '3', '4', '4']",0.2,True
-Repeat 5,6,"['5', '6', '6', '6', '5']",0.6,False
-""")
+    table.write_text(FILES['tables']['uqlm'])
     by_text = run_metrics(table, '--columns=correct=response_correct')
     named = run_metrics(table, '--columns=correct=response_correct,confidence=exact_match')
     assert named.stdout == f'exact_match\n{by_text.stdout}\n'
@@ -201,12 +197,8 @@ def test_texts_of_a_table_stay_texts(tmp_path, text):
     assert (sample['confidence'], sample['correct']) == (2 / 3, True)
 
 
-FILES = tomllib.loads((HERE / 'tests' / 'prediction_files.toml').read_text(encoding='utf-8'))
-
-
 @pytest.mark.parametrize('header, row, settings', FILES['columns'])
-def test_columns_are_found_whatever_their_case_and_named_by_the_user(tmp_path, header, row,
-                                                                     settings):
+def test_columns_of_any_case_are_found_or_named_by_the_user(tmp_path, header, row, settings):
     table = tmp_path / 'table.csv'
     table.write_text(f'{header}\n{row}\n')
     if settings.startswith('confidence=sure'):      # it is the name of a task, too
@@ -217,8 +209,7 @@ def test_columns_are_found_whatever_their_case_and_named_by_the_user(tmp_path, h
     assert (measured['accuracy'], measured['confidence']) == ('1.0000', '0.8000')
 
 
-def test_help_is_no_error_and_a_missing_library_is_named_with_its_extra(tmp_path, monkeypatch,
-                                                                        capsys):
+def test_help_is_no_error_and_a_missing_library_is_named(tmp_path, monkeypatch, capsys):
     for name in ('--help', '-h', ''):
         monkeypatch.setattr(sys, 'argv', ['nanocal', *[name] * bool(name)])
         with contextlib.nullcontext() if name else pytest.raises(SystemExit, match='usage: nanoc'):
@@ -389,25 +380,6 @@ def test_a_last_line_that_a_crash_cut_off_is_left_out_where_that_can_be(tmp_path
         [*read_jsonl(path)]
 
 
-OUR_METRICS = """import sys
-sys.path[:0] = [sys.argv[1]]
-from bridges import lm_eval_metrics     # first: its package `evaluate` has the name of our script
-sys.path.remove(sys.argv[1])
-sys.argv[1:2] = ['run']
-"""
-TASK = """
-task: world
-dataset_path: json
-dataset_kwargs: {data_files: {test: FILE}}
-test_split: test
-output_type: multiple_choice
-doc_to_text: "{{question}}"
-doc_to_choice: choices
-doc_to_target: answer
-metric_list:
-"""
-
-
 @pytest.mark.slow
 @needs_lm_eval
 def test_metrics_of_a_task_are_those_of_our_report_on_its_samples(tmp_path):
@@ -425,9 +397,10 @@ def test_metrics_of_a_task_are_those_of_our_report_on_its_samples(tmp_path):
               for end in ('low', 'high')]
     lines = [f'  - {{metric: {name}, aggregation: {name}, higher_is_better: false}}\n'
              for name in names if f'{{metric: {name},' not in listed]
-    (tmp_path / 'world.yaml').write_text(TASK.replace('FILE', str(data)) + listed + ''.join(lines))
+    (tmp_path / 'world.yaml').write_text(
+        program('task of lm-eval', file=data) + listed + ''.join(lines))
     run = runpy.run_path(str(HARNESS_FILES / 'write.py'))['RUN']
-    (tmp_path / 'run.py').write_text(OUR_METRICS + run)
+    (tmp_path / 'run.py').write_text(program('our metrics in lm-eval') + run)
     done = subprocess.run(
         [sys.executable, 'run.py', HERE, '--model', 'dummy', '--tasks', 'world', '--include_path',
          tmp_path, '--output_path', 'out', '--log_samples'], cwd=tmp_path, text=True,

@@ -1,7 +1,6 @@
 """report.py: samples to tables, intervals and diagrams"""
 
 import csv
-import io
 import json
 import re
 
@@ -11,8 +10,7 @@ import metrics
 from compare import scaling
 import stats
 from common import write_rows, write_run
-from results import columns as headings
-from results import evaluation, plots, report, samples, tables
+from results import columns, evaluation, plots, report, samples, tables
 from runtime import processes
 from runtime.errors import DataError
 
@@ -151,15 +149,12 @@ def test_a_question_in_several_languages_is_one_question(monkeypatch):
     assert [pooled['accuracy_low'], pooled['accuracy_high']] == pytest.approx(stats.share_interval(
         p.probs.argmax(1) == p.labels, p.questions[0]))
     assert [len(x) for x in halves[:2]] == [30, 30] and not halves[0] & halves[1]
+    assert 'post_hoc' not in report.summarize(rows[:1], 'sum', n_bootstrap=0, fit=True)
     # what is drawn of one language is drawn of the other
     same = report.predictions([s | {'answer': 0} for s in rows], 'token')
     drawn = [same.at(np.flatnonzero(report.names_of(rows, 'language') == name)).bootstrap(9, 0)
              for name in ('de', 'en')]
     assert np.corrcoef(*(x['confidence'] for x in drawn))[0, 1] > 0.9
-
-
-def test_a_single_answer_is_reported_without_a_scaling():
-    assert 'post_hoc' not in report.summarize([question()], 'sum', n_bootstrap=0, fit=True)
 
 
 def test_conformal_sets_of_a_group_have_the_thresholds_of_all_rows():
@@ -226,7 +221,7 @@ def test_no_interval_is_printed_for_few_right_or_wrong_answers_and_a_note_says_w
     note = rf'no 95 % interval of ECE, [^\n]*SCE[^\n]* \({few}\): sw\n'
     assert all(re.search(note, text) for text in (
         report.to_text(tasks, tasks), report.section('mmlu', tasks).as_markdown()))
-    row, = (line for line in csv.DictReader(io.StringIO(report.to_csv(tasks)))
+    row, = (line for line in csv.DictReader(report.to_csv(tasks).splitlines())
             if line['name'] == 'sw')
     assert row['ece_boot_low'] == '' and f'ece: {few}; ' in row['no_interval']
 
@@ -239,11 +234,11 @@ def tabulars(text):
                        r'\n\\bottomrule\n\\end\{tabular\}', text, re.DOTALL)
     assert len(found) == text.count('tabular}') // 2
     tables = []
-    for columns, head, body in found:
+    for alignment, head, body in found:
         rows = [head, *body.split('\n')]
         assert all(row.endswith(r' \\') for row in rows)
         cells = [re.split(r' (?<!\\)& ', row.removesuffix(r' \\')) for row in rows]
-        assert {len(row) for row in cells} == {len(columns)}
+        assert {len(row) for row in cells} == {len(alignment)}
         tables.append(cells)
     return tables
 
@@ -260,7 +255,7 @@ def test_latex_escapes_everything():
 
 
 def test_the_best_of_each_group_is_marked():
-    heading = headings.Heading
+    heading = columns.Heading
     lines = [('run', heading('accuracy', 'MMLU accuracy'), heading('ece'), heading('gap')),
              ('a', '0.50 ± 0.1', '0.10 [0.05, 0.20]', '0.1'), ('a', '0.60 ± 0.1', '0.10', '0.2'),
              ('a', '0.60 ± 0.3', '0.20', '0.3'), ('a', '', 'nan', ''),

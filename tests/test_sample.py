@@ -1,6 +1,5 @@
 """sample.py"""
 
-import copy
 import io
 import re
 import shutil
@@ -8,7 +7,6 @@ import sys
 
 import numpy as np
 import pytest
-import torch
 import sample
 from common import rewrite
 from data.tree_rows import Tree
@@ -77,8 +75,7 @@ def test_one_answer_is_greedy_with_its_probabilities(chat_folder, capsys, monkey
     assert said('--raw', '--prompt=What') == escape_controls(raw.text) + '\n'
 
 
-def test_a_conversation_continues_after_an_answer_until_the_context_is_full(chat_folder, capsys,
-                                                                            monkeypatch):
+def test_a_conversation_continues_until_the_context_is_full(chat_folder, capsys, monkeypatch):
     asked, encode_prompt = [], sample.encode_prompt
     lines = iter(['What?', '', '  And then? ', 'a' * 900, 'Who?'])
 
@@ -90,7 +87,7 @@ def test_a_conversation_continues_after_an_answer_until_the_context_is_full(chat
     monkeypatch.setattr('builtins.input', type_line)
     monkeypatch.setattr(sys.stdin, 'isatty', lambda: True, raising=False)
     monkeypatch.setattr(sample, 'encode_prompt', lambda messages, *rest: (
-        asked.append(copy.deepcopy(messages)), encode_prompt(messages, *rest))[1])
+        asked.append([*messages]), encode_prompt(messages, *rest))[1])
     sample.main([f'--model={chat_folder}', '--max_tokens=4'])
     printed = capsys.readouterr()
     assert [[m['role'] for m in messages] for messages in asked] == [
@@ -123,7 +120,7 @@ def test_prompts_that_cannot_be_answered_are_refused(chat_folder, tmp_path):
             ([f'--model={chat_folder}', '--prompt=\udcff'], 'not valid Unicode')):
         with pytest.raises((ConfigError, DataError), match=message):
             sample.main(arguments)
-    rewrite(chat_folder, lambda tensors: tensors['model.norm.weight'].fill_(torch.nan))
+    rewrite(chat_folder, lambda tensors: tensors['model.norm.weight'].fill_(float('nan')))
     with pytest.raises(CheckpointError, match='model.norm.weight in .*model holds NaN'):
         sample.main([f'--model={chat_folder}', '--prompt=a'])
 

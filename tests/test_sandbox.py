@@ -3,17 +3,15 @@ escape."""
 
 import os
 import re
-import signal
 import socket
 import subprocess
 import sys
 import time
-import tomllib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from common import HERE, SHARED, needs_files, write_rows
+from common import HERE, SHARED, cases_of, needs_files, write_rows
 
 from written import code_tasks
 from written.code_tasks import Problem, check, load_problems, solution_source
@@ -45,8 +43,8 @@ def isolation(request):
 
 # ---- Programs that harm --------------------------------------------------------------------------
 
-PROGRAMS = tomllib.loads((HERE / 'tests' / 'sandbox_programs.toml').read_text())
-HOSTILE = PROGRAMS['hostile']
+PROGRAMS = cases_of('sandbox_programs.toml')
+HOSTILE, REACHING = PROGRAMS['hostile'], PROGRAMS['reaching']
 # not where a mistake in the locks would hurt the machine
 ONLY_IN_NAMESPACES = {'threads', 'asks for new rights'}
 LONG = {'hangs in C', 'closes its pipes and sleeps', 'ignores signals'}
@@ -70,23 +68,9 @@ def test_deeply_nested_folders_are_removed_and_no_socket_outside_is_reached(tmp_
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as outside:
         outside.bind(str(tmp_path / 's'))
         outside.setblocking(False)
-        outcome = run_program(f"""if 1:
-            import os, socket
-            for i in range(2000):
-                os.mkdir('nested folder')
-                os.chdir('nested folder')
-            os.chmod('.', 0)
-            def add(a, b):
-                for kind in socket.SOCK_DGRAM, socket.SOCK_STREAM, socket.SOCK_SEQPACKET:
-                    try:
-                        one, other = socket.socketpair(socket.AF_UNIX, kind)
-                        one.sendto(b'out', {str(tmp_path / 's')!r})
-                    except OSError as error:
-                        print(error)
-                one, other = socket.socketpair()        # as asyncio needs
-                one.send(b'in')
-                return a + b if other.recv(2) == b'in' else 0
-        """, TESTS, isolation='limits')
+        source = REACHING['nested folders and a socket outside']
+        outcome = run_program(source.replace('$path', str(tmp_path / 's')), TESTS,
+                              isolation='limits')
         assert outcome.passed, outcome
         with pytest.raises(BlockingIOError):
             outside.recv(3)
@@ -125,23 +109,17 @@ def test_no_file_of_the_user_can_be_read_and_only_tmp_written(tmp_path, namespac
     monkeypatch.setenv('HF_TOKEN', 'hf_secret')
     assert 'hf_secret' not in attempt('os.environ')
     assert attempt('input()') == 'EOFError'
-    opened = ('import os\ndef fds():\n    for fd in range(1024):\n        try: os.fstat(fd)\n'
-              '        except OSError: continue\n        yield fd')
     with open(HERE / 'LICENSE') as file:
         os.set_inheritable(file.fileno(), True)
-        assert len(eval(attempt('[*fds()]', opened))) == 5     # the standard ones and two pipes
+        # the standard ones and two pipes
+        assert len(eval(attempt('[*fds()]', REACHING['open files']))) == 5
 
 
 def test_calls_that_reach_other_processes_are_denied_by_argument(isolation):
     denied = [(numbers[os.uname().machine == 'aarch64'], *arguments)
               for numbers, *calls in PROGRAMS['denied'].values() for arguments in calls]
     calls = ', '.join(f'({", ".join(map(str, call))})' for call in denied)
-    source = ('import ctypes, os\nlibc = ctypes.CDLL(None, use_errno=True)\nme = os.getppid()\n'
-              'pointer = ctypes.create_string_buffer(b"\\1" * 64)\n'
-              'def outcome(call):\n    ctypes.set_errno(0)\n'
-              '    result = libc.syscall(*[x if hasattr(x, "raw") else ctypes.c_long(x) '
-              'for x in call])\n    return result, ctypes.get_errno()\n'
-              f'def outcomes(): return [outcome(call) for call in ({calls})]')
+    source = REACHING['denied calls'].replace('$calls', calls)
     outcome = run_program(source, 'raise ValueError(program.outcomes())', isolation=isolation)
     assert eval(re.match(r'ValueError: (\[.*\])', outcome.reason)[1]) == [(-1, 1)] * len(denied)
 
@@ -149,17 +127,13 @@ def test_calls_that_reach_other_processes_are_denied_by_argument(isolation):
 def test_no_process_or_connection_is_reached(namespaces):
     assert attempt('os.getpid(), os.getppid()') == '(2, 1)'
     for pid in ('os.getppid()', os.getpid(), -1):
-        assert attempt(f'os.kill({pid}, {int(signal.SIGKILL)})') == 'PermissionError'
+        assert attempt(f'os.kill({pid}, signal.SIGKILL)', 'import os, signal') == 'PermissionError'
     with socket.create_server(('127.0.0.1', 0)) as server:
         for expression in ('socket.create_connection(address)', 'socket.socket(socket.AF_VSOCK)'):
             assert attempt(expression, f'import socket\naddress = {server.getsockname()!r}'
                            ) == 'PermissionError'
-    if os.uname().machine == 'x86_64':      # calls of another architecture
-        outcome = run_program(
-            'import ctypes, mmap\ncode = mmap.mmap(-1, 4096, prot=7)\n'
-            'code.write(bytes.fromhex("b802000000cd80c3"))      # mov eax, 2; int 0x80; ret: fork\n'
-            'at = ctypes.addressof(ctypes.c_char.from_buffer(code))\n'
-            'ctypes.CFUNCTYPE(ctypes.c_int)(at)()', TESTS)
+    if os.uname().machine == 'x86_64':
+        outcome = run_program(REACHING['calls of another architecture'], TESTS)
         assert not outcome.passed and outcome.reason == 'killed by SIGSYS'
 
 
@@ -230,11 +204,9 @@ def test_without_namespaces_nothing_is_run(tmp_path, monkeypatch):
 
 # ---- Problems ------------------------------------------------------------------------------------
 
-PROBLEM = Problem('mine/0', 'import math\n\n\ndef half(x):\n    return x / 2\n\n\n'
-                  'def area(r: float) -> float:\n    """Return the area of a circle."""\n', 'area',
-                  'def check(candidate):\n    print("two")\n'
-                  '    assert abs(candidate(2) - 8 * half(math.pi)) < 1e-9\n')
-ANSWERS = tomllib.loads((HERE / 'tests' / 'code_answers.toml').read_text())
+AREA = PROGRAMS['problems']['area']
+PROBLEM = Problem(AREA['task_id'], AREA['prompt'], AREA['entry_point'], AREA['test'])
+ANSWERS = cases_of('code_answers.toml')
 
 
 @pytest.mark.parametrize('text, right', [

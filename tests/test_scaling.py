@@ -81,12 +81,10 @@ def test_the_normalized_maximum_is_its_definition_for_any_shift_and_scale():
     rng = np.random.default_rng(0)
     scores = rng.normal(size=(40, 5)) * 10
     scores[::3, 3:] = -np.inf
+    finite = np.where(np.isfinite(scores), scores, np.nan)
+    z = finite - np.nanmean(finite, 1, keepdims=True)
     for p in (0.5, 1, 2, 7.0):
-        expected = []
-        for row in scores:
-            z = row[np.isfinite(row)]
-            z = z - z.mean()
-            expected.append(z.max() / np.linalg.norm(z, p))
+        expected = np.nanmax(z, 1) / np.nansum(abs(z) ** p, 1) ** (1 / p)
         for x in (scores, 1e200 * scores, scores + 5):
             assert scaling.normalized_max(x, p) == pytest.approx(expected)
     assert scaling.normalized_max([[3.0, 3.0]]).tolist() == [0]

@@ -1,13 +1,12 @@
 """Evaluation, decoding and reports by several processes of torchrun equal those of one process."""
 
-import json
 from collections import Counter
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import evaluate
-from common import HERE, WORDS, write_rows
+from common import HERE, WORDS, program, results_of, write_rows
 from data.questions import Question
 from data.tasks import OptionTask
 from results import samples
@@ -18,7 +17,7 @@ from speed import sharding
 
 
 @pytest.fixture(scope='module')
-def folder(scored_folder, tmp_path_factory):
+def several(scored_folder, tmp_path_factory):
     """The model and questions of `scored_folder`, and other tasks and prompts."""
     folder = tmp_path_factory.mktemp('several')
     for name in ('model', 'data'):
@@ -56,7 +55,7 @@ def evaluation(folder, out, *more, tasks='global_mmlu:{0}/data,clm:{0}/texts.jso
 
 def outcome(out):
     """What an evaluation leaves in its folder, but for the time and the order of the lines."""
-    results = json.loads((out / 'results.json').read_text())
+    results = results_of(out)
     del results['config']['out_dir'], results['checksum']
     for result in results['tasks'].values():
         seconds = result.pop('scoring_seconds')
@@ -64,29 +63,6 @@ def outcome(out):
     lines = (out / 'samples.jsonl').read_text().splitlines()
     assert len(set(lines)) == len(lines)
     return sorted(lines), results
-
-
-def dying(tmp_path, script, n):
-    """A script that runs `script` with a process 1 that is killed after its n-th line."""
-    path = tmp_path / f'dying_{script}.py'
-    path.write_text(f'''
-import os, signal, sys, {script}
-from results import samples
-from runtime import cli, parallel
-append, lines = samples.append_line, []
-
-def append_and_die(file, sample):
-    append(file, sample)
-    lines.append(sample)
-    if parallel.rank() == 1 and len(lines) == {n}:
-        file.write(b'{{"task": "gl')      # of a line that is cut off
-        os.kill(os.getpid(), signal.SIGKILL)
-
-samples.append_line = {script}.append_line = append_and_die
-with cli.one_line_errors(), parallel.joined():
-    {script}.main(sys.argv[1:])
-''')
-    return path
 
 
 @pytest.mark.parametrize('n', [2, 8, 100])
@@ -127,88 +103,45 @@ def test_parts_are_merged_in_order_whatever_was_interrupted(tmp_path):
         assert not any((tmp_path / name).exists() for name in names)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize('tasks, derived, more', [
     # with shared weights; of the two texts the third process has none
     ('global_mmlu:{0}/data,clm:{0}/texts.jsonl', {'global_mmlu.permuted', 'global_mmlu.p_true'},
      ['--permute=2', '--p_true', '--fit_temperature', '--limit=5', '--shard']),
     ('qa:{0}/answers.jsonl', {'qa.p_true', 'qa.p_ik', 'qa.agreement'},
      ['--shots=0', '--n=3', '--max_tokens=5', '--p_true', '--p_ik', '--verbalized'])])
-def test_several_processes_evaluate_as_one(folder, tasks, derived, more, tmp_path):
+def test_several_processes_evaluate_as_one(several, tasks, derived, more, tmp_path):
     for n in (1, 3):
         options = [option for option in more if n > 1 or option != '--shard']
-        run(evaluation(folder, tmp_path / str(n), *options, tasks=tasks), n)
+        run(evaluation(several, tmp_path / str(n), *options, tasks=tasks), n)
     (lines, alone), (same, shared) = (outcome(tmp_path / n) for n in '13')
     assert shared['config'].pop('shard') == ('--shard' in more) and not alone['config'].pop('shard')
     assert lines == same and alone == shared and derived <= alone['tasks'].keys()
 
 
-@pytest.mark.slow
-def test_each_process_loads_only_its_share_of_the_weights(folder, tmp_path):
+def test_each_process_loads_only_its_share_of_the_weights(several, tmp_path):
     """To evaluate and to train, also with adapters, a score in place of an output matrix, or from
     random weights: bitwise those of one process."""
     script = tmp_path / 'load.py'
-    script.write_text(f'''
-import functools, torch
-from runtime import build, checkpoint, parallel
-from speed import sharding
-from train import TrainConfig
-
-base, several = {str(folder / "model")!r}, None
-
-def load():
-    share = functools.partial(sharding.shard, device='cpu') if several() > 1 else None
-    return checkpoint.load(base, share=share)
-
-def train(reward=False, **settings):
-    torch.manual_seed(0)
-    config = checkpoint.read_config(base)
-    return build.build_model(TrainConfig(**settings), config, base, 'cpu', reward)
-
-load_full = checkpoint.load_full
-
-def load_share(target, x):
-    """The weights are read when each process has room for its share of them alone."""
-    assert several() == 1 or target.to_local().numel() < 0.6 * x.numel() + 64
-    return load_full(target, x)
-
-checkpoint.load_full = load_share
-with parallel.joined():
-    for make in (load, train, functools.partial(train, lora=True),
-                 functools.partial(train, True), functools.partial(train, True, lora=True),
-                 functools.partial(train, from_scratch=True)):
-        several = parallel.world_size
-        model = make()
-        build.world_size = several = lambda: 1
-        alone = make()
-        build.world_size = parallel.world_size
-        share = sum(p.to_local().numel() for p in model.parameters())
-        total = sum(p.numel() for p in alone.parameters())
-        pairs = zip(model.named_parameters(), alone.named_parameters(), strict=True)
-        same = all(parallel.gather_full(p).equal(q) and p.requires_grad == q.requires_grad
-                   and (key, p.dtype) == (name, q.dtype) for (key, p), (name, q) in pairs)
-        print(share < 0.6 * total, sum(parallel.gather(share)) == total, same)
-''')
-    assert run([script], 2) == 6 * 'True True True\n'
+    script.write_text(program('shares of the weights'))
+    assert run([script, several / 'model'], 2) == 6 * 'True True True\n'
 
 
-def test_what_cannot_share_the_weights_is_refused(folder, tmp_path, monkeypatch):
+def test_what_cannot_share_the_weights_is_refused(scored_folder, tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match='shard = True: there is one process'):
-        evaluate.main([f'--model={folder / "model"}', f'--tasks=global_mmlu:{folder / "data"}',
-                       f'--out_dir={tmp_path}', '--shard', '--shots=0', '--device=cpu'])
+        evaluate.main([f'--model={scored_folder}/model', '--shard', '--shots=0', '--device=cpu',
+                       f'--tasks=global_mmlu:{scored_folder}/data', f'--out_dir={tmp_path}'])
     monkeypatch.setattr(sharding, 'world_size', lambda: 2)
     with pytest.raises(ConfigError, match='shard = True: the model writes the answers to qa'):
         sharding.check_evaluation({'qa': SimpleNamespace(is_written=True)}, evaluate.EvalConfig(),
                                   None)
 
 
-@pytest.mark.slow
-def test_all_processes_of_a_run_make_its_reports(folder, tmp_path):
+def test_all_processes_of_a_run_make_its_reports(several, tmp_path):
     """The report before training equals that of one process; the other, that of the weights."""
     config = tmp_path / 'config.py'
-    evaluated = {'tasks': (f'global_mmlu:{folder / "data"}',), 'shots': 2, 'n_bootstrap': 20,
+    evaluated = {'tasks': (f'global_mmlu:{several / "data"}',), 'shots': 2, 'n_bootstrap': 20,
                  'deterministic': True, 'pictures': False}
-    settings = {'model': str(folder / 'model'), 'data': str(folder / 'talks.jsonl'),
+    settings = {'model': str(several / 'model'), 'data': str(several / 'talks.jsonl'),
                 'batch_size': 4, 'max_steps': 1, 'max_length': 64, 'pack_len': 128, 'lr': 1e-3,
                 'cache_dir': str(tmp_path / 'cache'), 'device': 'cpu', 'pictures': False,
                 'save_dtype': 'float32', 'eval': evaluated}
@@ -223,18 +156,18 @@ def test_all_processes_of_a_run_make_its_reports(folder, tmp_path):
     assert lines == after[0] != before[0] and results['tasks'] == after[1]['tasks']
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize('script, name, n', [
     ('evaluate', 'samples.jsonl', 20), ('generate', 'answers.jsonl', 2)])
-def test_a_killed_process_is_named_and_loses_no_line(folder, tmp_path, script, name, n):
+def test_a_killed_process_is_named_and_loses_no_line(several, tmp_path, script, name, n):
     def command(out):
-        return evaluation(folder, out) if script == 'evaluate' else [
-            'generate.py', f'--model={folder / "model"}', '--raw', '--device=cpu', '--n=2',
-            f'--prompts={folder / "prompts.jsonl"}', f'--out={out / name}',
+        return evaluation(several, out) if script == 'evaluate' else [
+            'generate.py', f'--model={several / "model"}', '--raw', '--device=cpu', '--n=2',
+            f'--prompts={several / "prompts.jsonl"}', f'--out={out / name}',
             '--max_tokens=8', '--deterministic', '--confidence']
     whole, killed = tmp_path / 'whole', tmp_path / 'killed'
     run(command(whole))
-    killed_by_torchrun(dying(tmp_path, script, n), *command(killed)[1:])
+    (tmp_path / 'dying.py').write_text(program('a process that dies', script=script, n=n))
+    killed_by_torchrun(tmp_path / 'dying.py', *command(killed)[1:])
     scored = {line for part in killed.glob(f'{name}.*')
               for line in part.read_text().split('\n')[:-1]}
     assert len(scored) >= n and not (killed / 'results.json').exists()
@@ -248,12 +181,11 @@ def test_a_killed_process_is_named_and_loses_no_line(folder, tmp_path, script, n
         assert outcome(killed) == outcome(whole)
 
 
-@pytest.mark.slow
-def test_an_error_in_one_process_names_it_and_ends_all(folder, tmp_path):
+def test_an_error_in_one_process_names_it_and_ends_all(several, tmp_path):
     write_rows(tmp_path / 'q.jsonl', [
         {'question': 'fox ' * (900 if i == 19 else 150), 'choices': ['a', 'b'], 'answer': 0}
         for i in range(20)])
-    command = ['evaluate.py', f'--model={folder / "model"}', f'--tasks={tmp_path / "q.jsonl"}',
+    command = ['evaluate.py', f'--model={several / "model"}', f'--tasks={tmp_path / "q.jsonl"}',
                '--shots=0', '--device=cpu', f'--out_dir={tmp_path / "out"}', '--max_length=300']
     errors = killed_by_torchrun(*command)
     assert 'error in process 1 of 2: q: ' in errors

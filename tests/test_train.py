@@ -1,11 +1,8 @@
 """train.py"""
 
-import contextlib
 import copy
 import dataclasses
 import functools
-import importlib.util
-import json
 import shutil
 import sys
 from collections import deque
@@ -16,8 +13,9 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from common import (apart, by_transformers, documents, expect_step, head_of_32, log_of, logits_of,
-                    lora_model, reference_model, rewrite, small_model, whole_rows, write_rows)
+from common import (apart, by_transformers, cases_of, documents, expect_step, head_of_32, log_of,
+                    logits_of, lora_model, program, reference_model, results_of, rewrite,
+                    small_model, whole_rows, write_rows)
 
 import evaluate
 import metrics
@@ -116,21 +114,14 @@ def test_the_learning_rate_warms_up_and_decays():
     assert train.learning_rate(3, 8, in_steps) == 0.4     # a run shorter than its warm-up
 
 
-@pytest.mark.parametrize('values, message', [
-    # an empty name would be the current folder
-    ({'cache_dir': ''}, 'no cache_dir given; for example --cache_dir='),
-    ({'eval': evaluate.EvalConfig(revision='main')}, 'eval: revision is decided by the run'),
-    ({'loss': 'cross_entropy() + smoothing(0.1)', 'smoothing': 0.1}, 'both set the smoothing'),
-    ({'base_smoothing': 0.1, 'smoothing': 0.1}, 'needs a base model, one process, smoothing = 0'),
-    ({'tracker': 'wandb'}, 'pip install wandb'),
-    ({'lora': True, 'from_scratch': True}, 'from_scratch = True has none; set one'),
-    ({'shape': {'num_hidden_layers': 2}}, 'needs from_scratch = True'),
-    ({'resume': True, 'overwrite': True}, 'overwrite renames it; set one')])
+@pytest.mark.parametrize('values, message', cases_of('wrong_settings.toml')['train'])
 def test_settings_without_a_meaning_are_refused(values, message, monkeypatch):
-    monkeypatch.setattr(importlib.util, 'find_spec', lambda name: None)
+    monkeypatch.setattr('importlib.util.find_spec', lambda name: None)
     train.check_config(tiny_config(max_length=8, loss='cross_entropy() + smoothing(0.1)'))
+    if 'eval' in values:
+        values = {'eval': evaluate.EvalConfig(**values['eval'])}
     with pytest.raises(ConfigError, match=message):
-        train.check_config(tiny_config(max_length=8, **values))
+        train.check_config(tiny_config(**{'max_length': 8} | values))
 
 
 @pytest.mark.parametrize('limit', [1e3, 1e-3])
@@ -201,13 +192,12 @@ def test_a_held_out_part_shares_no_group_with_training():
         train.split_sequences(cfg, np.repeat(np.arange(10), 4))
 
 
-@pytest.mark.slow
 def test_a_report_in_the_chat_template(settings_file, tmp_path):
     run = [settings_file, f'--out_dir={tmp_path}', '--max_steps=1', '--eval.chat=trained',
            '--eval.limit=8', '--eval_before=True']
     train.main(run)
     for place in ('.', 'before'):       # the base model is asked in the same way
-        result = json.loads((tmp_path / place / 'results.json').read_text())['tasks']['questions']
+        result = results_of(tmp_path / place)['tasks']['questions']
         assert result['chat'] == 'tulu' and result['pooled']['n'] == 8
     assert pick_template('trained', tmp_path, load_tokenizer(tmp_path)) == 'tulu'
     for option, message in (('--data_kind=text', 'needs data_kind = .instruct'), (
@@ -216,7 +206,6 @@ def test_a_report_in_the_chat_template(settings_file, tmp_path):
             train.main([*run, option])
 
 
-@pytest.mark.slow
 def test_training_by_letter_learns_the_letter(small_world, tmp_path, monkeypatch):
     """A model learns that the answer is always B, and the report asks as the training did.
 
@@ -252,7 +241,6 @@ def test_a_nan_loss_stops_the_run(small_world, settings_file, tmp_path):
     assert not (tmp_path / 'run' / 'model.safetensors').exists()
 
 
-@pytest.mark.slow
 def test_any_loss_with_a_cap_and_a_temperature(settings_file, tmp_path):
     train.main([settings_file, '--max_steps=1', '--eval=None', f'--out_dir={tmp_path}',
                 '--loss=focal(2) + z_loss(1e-4)', '--smoothing=0.1', '--logit_softcap=20.0',
@@ -264,9 +252,9 @@ def test_any_loss_with_a_cap_and_a_temperature(settings_file, tmp_path):
     cfg = load_config(train.TrainConfig, [str(tmp_path / 'train_config.py')])
     base = checkpoint.load(cfg.model)
     [(_, packed)] = train.packed_batches(train.load_run(cfg, train.SFT, 'cpu'), 0, 1)
-    tokens, positions, ends, targets = (torch.from_numpy(x) for x in (
+    *row, targets = (torch.from_numpy(x) for x in (
         packed.tokens, packed.positions, packed.ends, packed.targets))
-    z = F.linear(base(tokens, positions, ends), base.head)[targets >= 0].double() / 1.5
+    z = F.linear(base(*row), base.head)[targets >= 0].double() / 1.5
     z, targets = 20 * torch.tanh(z / 20), targets[targets >= 0]
     nll, smoothed = (F.cross_entropy(z, targets, reduction='none', label_smoothing=rate)
                      for rate in (0.0, 0.1))
@@ -287,11 +275,7 @@ def test_the_end_of_a_script_closes_the_writer_of_tensorboard(monkeypatch):
     assert at_exit == [writer.close]
 
 
-@pytest.mark.parametrize('name, values, message', [
-    ('gemma2', {'logit_softcap': 9.0}, 'has a cap of 3.0; leave it out'),
-    ('neox', {'lora': True}, 'the layers of gpt_neox are qkv_proj, o'),
-    ('llama', {'max_length': 10 ** 6}, 'the context of .* tokens; lower max_length'),
-    ('llama', {'logit_temperature': 1e4}, 'is not between 0.001 and 1000')])
+@pytest.mark.parametrize('name, values, message', cases_of('wrong_settings.toml')['model'])
 def test_settings_that_do_not_fit_the_model_are_refused(name, values, message, tmp_path):
     reference_model(name, tmp_path)
     with pytest.raises(ConfigError, match=message):
@@ -313,17 +297,14 @@ def test_checkpointed_activations_change_nothing(name, tmp_path):
 
 
 def test_validation_reports_the_next_tokens_ece(tiny_model):
-    sequences, confidence, right, nll = documents(4, [40, 31, 48, 9]), [], [], []
+    sequences = documents(4, [40, 31, 48, 9])
     found = train.validation_loss(SimpleNamespace(
         cfg=tiny_config(smoothing=0.1, pack_len=48, max_length=48), stage=train.SFT, device='cpu',
         model=tiny_model, sequences=sequences, held_out=range(4), row_multiple=1))
-    for z, labels in supervised(tiny_model, sequences):
-        top, predicted = z.detach().softmax(-1).max(-1)
-        confidence += top.tolist()
-        right += (predicted == labels).tolist()
-        nll += F.cross_entropy(z.detach(), labels, reduction='none').tolist()
-    assert found['val_nll'] == pytest.approx(np.mean(nll), rel=1e-5)
-    assert found['val_ece'] == pytest.approx(metrics.ece(confidence, right), abs=1e-5)
+    z, labels = map(torch.cat, zip(*supervised(tiny_model, sequences)))
+    top, predicted = z.detach().softmax(-1).max(-1)
+    assert found['val_nll'] == pytest.approx(F.cross_entropy(z, labels).item(), rel=1e-5)
+    assert found['val_ece'] == pytest.approx(metrics.ece(top, predicted == labels), abs=1e-5)
     assert found['val_loss'] > found['val_nll'] * 0.5
 
 
@@ -345,7 +326,6 @@ def test_all_processes_connect_by_the_same_backend(n_gpus, wanted, monkeypatch):
     assert pick_device('auto') == ('cpu', 'cuda', 'cuda:1')[n_gpus]
 
 
-@pytest.mark.slow
 def test_two_processes_train_the_same(small_world, settings_file, tmp_path):
     def command(name, *more):
         return [settings_file, '--eval=None', '--max_steps=4', '--smoothing=0.1', '--micro_rows=2',
@@ -361,10 +341,7 @@ def test_two_processes_train_the_same(small_world, settings_file, tmp_path):
             assert a[key] == pytest.approx(b[key], rel=1e-4), key
     # a checkpoint of two processes from which one resumes
     script = tmp_path / 'stop.py'
-    script.write_text('import sys, train\nfrom runtime import parallel, resume_state\n'
-                      'save = resume_state.save_checkpoint\n'
-                      'def stop(*a): save(*a); sys.exit(9)\nresume_state.save_checkpoint = stop\n'
-                      'parallel.join_processes(); train.main(sys.argv[1:])')
+    script.write_text(program('training that stops'))
     # also of bfloat16 weights with the bits that float32 has more
     half = '--dtype=bfloat16', '--save_dtype=float32', '--master_weights=compact'
     train.main(command('one_half', *half))
@@ -376,7 +353,6 @@ def test_two_processes_train_the_same(small_world, settings_file, tmp_path):
         assert distance(reference, name) < most
 
 
-@pytest.mark.slow
 def test_a_lora_run_saves_merged_weights_and_adapters(small_world, settings_file, tmp_path):
     import peft
     train.main([settings_file, f'--out_dir={tmp_path}', '--lora', '--lr=5e-3',
@@ -425,7 +401,7 @@ def test_a_recording_is_replayed_only_when_nobody_needs_its_memory(tmp_path, mon
     def record(run, examples):
         return lambda *inputs: replayed.append(inputs[0].shape[1]) or run(*inputs)
     monkeypatch.setattr(torch.cuda, 'make_graphed_callables', record)
-    monkeypatch.setattr(torch.random, 'fork_rng', lambda devices: contextlib.nullcontext())
+    monkeypatch.setattr(torch.random, 'fork_rng', mock.MagicMock())
     monkeypatch.setattr(torch.cuda, 'reset_peak_memory_stats', lambda: None)
     model = small_model('gemma3', tmp_path).train()
     graphs.record_blocks(model.decoder)
@@ -477,7 +453,6 @@ def test_recorded_passes_compute_what_the_blocks_do(more, tmp_path, monkeypatch)
     assert len(model.decoder.graphs.recorded) == 2
 
 
-@pytest.mark.slow
 def test_bad_input_gives_one_line(small_world, settings_file, tmp_path):
     folder, out = small_world[0], tmp_path / 'out'
     model = [f'--model={folder / "base"}', f'--out_dir={out}']

@@ -1,15 +1,13 @@
 """Written answers: files, prompts, evaluations with a model."""
 
-import json
 import math
 import shutil
-import tomllib
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from common import (HERE, asking, log_probs_after, recorded, reference_model, results_of,
+from common import (asking, cases_of, log_probs_after, recorded, reference_model, results_of,
                     sentencepiece_folder, write_rows)
 
 import evaluate
@@ -24,7 +22,7 @@ from runtime.errors import ConfigError, DataError
 from written.p_ik_probe import cross_validated
 from written.sandbox import run_program
 
-CASES = tomllib.loads((HERE / 'tests' / 'grading_cases.toml').read_text(encoding='utf-8'))
+CASES = cases_of('grading_cases.toml')
 
 # ---- Files ---------------------------------------------------------------------------------------
 
@@ -47,8 +45,8 @@ def test_popqa_is_read_from_its_tsv_and_a_malformed_row_is_a_bad_row(tmp_path):
     question, = load_written(f'popqa:{tmp_path}', asking()).items
     assert (question.id, question.subject) == ('42', 'job')
     assert question.references == ['politician', 'a, b']
-    good, path = json.loads('{"question": "Who?", "possible_answers": "[\\"a\\"]", "prop": "x", '
-                            '"id": 1}'), tmp_path / 'test.jsonl'
+    path = tmp_path / 'test.jsonl'
+    good = {'question': 'Who?', 'possible_answers': '["a"]', 'prop': 'x', 'id': 1}
     for row, message in (({'possible_answers': '[]'}, 'possible_answers must be a JSON list'),
                          ({'possible_answers': '["a", 1]'}, 'a reference answer is not text but i'),
                          ({'prop': None}, 'the subject is missing')):
@@ -238,9 +236,7 @@ def test_a_confidence_in_earlier_answers_is_left_out(asked, tmp_path, capsys, mo
 
 
 def test_written_programs_are_run_only_if_that_is_allowed(asked, tmp_path, monkeypatch):
-    problem = {'task_id': 'T/0', 'entry_point': 'add', 'canonical_solution': '    return a + b\n',
-               'prompt': 'def add(a, b):\n    """Add two numbers."""\n',
-               'test': 'def check(candidate):\n    assert candidate(2, 3) == 5\n'}
+    problem = cases_of('sandbox_programs.toml')['problems']['add']
     path = write_rows(tmp_path / 'humaneval.jsonl', [problem, problem | {'task_id': 'T/1'}])
     arguments = [f'--tasks=humaneval:{path}', '--shots=0', '--n=2', '--p_true']
     with pytest.raises(ConfigError, match='--run_code'):
