@@ -145,7 +145,7 @@ def evaluate(folder, tokenizer, tasks, cfg, out_dir, load=None):
     rows = samples.by_task(samples.latest_samples(
         samples.read_samples(out_dir / 'samples.jsonl')) if done else new, prompts)
     results = rooms.load('measures').write_evaluation(
-        results, earlier, rows, tasks, cfg, settings, device.versions(cfg.device), out_dir)
+        results, earlier, rows, tasks, cfg, settings, out_dir)
     if run_settings(run_folder(out_dir)):       # the model was trained here
         rooms.load('card').write(out_dir)
     return results

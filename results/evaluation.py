@@ -1,8 +1,14 @@
 """From the samples of an evaluation to the files in its folder: metrics, tables, pictures, page."""
 
+import contextlib
 import json
 import os
+import platform
+import subprocess
 from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
 
 from results import page, report
 from results.plots import draw_reliability
@@ -11,9 +17,10 @@ from runtime import rooms
 from runtime.digests import json_digest
 from runtime.errors import ConfigError
 from runtime.ownership import claim, note_inputs, write_text
+from runtime.version import __version__
 
 
-def write_evaluation(results, earlier, samples, tasks, cfg, settings, versions, out_dir):
+def write_evaluation(results, earlier, samples, tasks, cfg, settings, out_dir):
     """Measure {task: samples}, write all files of results, and return the content of results.json.
 
     results: {task: result without metrics}, which are added in place; earlier: {task: result} of
@@ -44,7 +51,7 @@ def write_evaluation(results, earlier, samples, tasks, cfg, settings, versions, 
         if kind.is_written:
             result |= rooms.load('confidence').facts(task, samples)
     content = {'schema': report.SCHEMA, 'config': asdict(cfg) | {'model': str(cfg.model)},
-               'seed': cfg.seed, 'versions': versions, 'identity': settings,
+               'seed': cfg.seed, 'versions': versions(cfg.device), 'identity': settings,
                'tasks': earlier | results}
     write_results(content, samples, tasks, cfg.pictures, out_dir)
     return content
@@ -131,3 +138,16 @@ def draw_diagrams(results, samples, tasks, out_dir):
         pictures[DIAGRAM] = panels, 5
     return [name for name, arguments in pictures.items()
             if draw_reliability(out_dir / name, *arguments)]
+
+
+def versions(device: str) -> dict[str, str]:
+    """Return the versions of the software, ours with the commit, and the name of `device`."""
+    import torch        # which the command `nanocal` does without
+    commit = ''
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        commit = '+' + subprocess.run(
+            ['git', 'describe', '--always', '--dirty'], capture_output=True, text=True, check=True,
+            cwd=Path(__file__).parent, errors='replace', timeout=10).stdout.strip()
+    name = torch.cuda.get_device_name(device) if device.startswith('cuda') else platform.processor()
+    return {'nanocal': f'{__version__}{commit}', 'python': platform.python_version(),
+            'torch': torch.__version__, 'numpy': np.__version__, 'device': name}

@@ -1,11 +1,7 @@
-"""Select device and dtype, move batches to the device and results back, report versions."""
+"""Select device and dtype, move batches to the device and results back."""
 
-import contextlib
-import platform
 import re
-import subprocess
 import time
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -13,7 +9,6 @@ import torch
 from runtime import rooms
 from runtime.errors import ConfigError
 from runtime.parallel import own_gpu, rank, world_size
-from runtime.version import __version__
 
 
 def pick_device(device: str) -> str:
@@ -94,15 +89,3 @@ class HostCopy:
             return self.clock - earlier.clock
         self.event.synchronize()
         return earlier.event.elapsed_time(self.event) / 1000
-
-
-def versions(device: str) -> dict[str, str]:
-    """Return the versions of the software, ours with the commit, and the name of `device`."""
-    commit = ''
-    with contextlib.suppress(OSError, subprocess.SubprocessError):
-        commit = '+' + subprocess.run(
-            ['git', 'describe', '--always', '--dirty'], capture_output=True, text=True, check=True,
-            cwd=Path(__file__).parent, errors='replace', timeout=10).stdout.strip()
-    name = torch.cuda.get_device_name(device) if device.startswith('cuda') else platform.processor()
-    return {'nanocal': f'{__version__}{commit}', 'python': platform.python_version(),
-            'torch': torch.__version__, 'numpy': np.__version__, 'device': name}

@@ -1,16 +1,14 @@
 """What runs print and record: sizes, one example, the steps, progress."""
 
-import atexit
 import contextlib
 import datetime
-import importlib
 import json
 import math
 import resource
 import sys
 import time
 from collections import deque
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -143,7 +141,7 @@ class StepLog(contextlib.AbstractContextManager):
         try:
             if not record:
                 if self.cfg.tracker != 'none':
-                    self.send = start_tracker(self.cfg)
+                    self.send = rooms.load('trackers').start(self.cfg)
             elif self.send:
                 self.send(record)
         except Exception as error:      # a tracker may raise anything
@@ -162,20 +160,6 @@ class StepLog(contextlib.AbstractContextManager):
                        f'grad norm {record["grad_norm"]:.2f}  '
                        f'{record["tokens_per_s"]:.0f} tokens/s  {left} left')
         sys.stdout.flush()      # for those who follow a redirected output
-
-
-def start_tracker(cfg):
-    if cfg.tracker == 'tensorboard':
-        from torch.utils.tensorboard import SummaryWriter
-        writer = SummaryWriter(Path(cfg.out_dir) / 'runs')
-        atexit.register(writer.close)   # it writes every two minutes, and not by itself at the end
-        return lambda record: [writer.add_scalar(key, value, record['step'])
-                               for key, value in record.items()]
-    tracker = importlib.import_module(cfg.tracker)      # trackio has the functions of wandb
-    more = {'dir': cfg.out_dir} if cfg.tracker == 'wandb' else {}
-    run = tracker.init(project='nanocal', name=Path(cfg.out_dir).name, config=asdict(cfg), **more)
-    atexit.register(tracker.finish)     # a thread sends the records
-    return lambda record: run.log(record, step=record['step'])
 
 
 def open_log(cfg, first):

@@ -32,7 +32,7 @@ ROOMS = TASKS | {
     # beside and after training
     'resume state': 'runtime.resume_state', 'base smoothing': 'runtime.base_smoothing',
     'questions': 'data.question_answers', 'texts': 'data.texts',
-    'reports': 'results.training_report', 'card': 'bridges.card',
+    'reports': 'results.training_report', 'card': 'bridges.card', 'trackers': 'bridges.trackers',
     # files of tokenizers, texts and tables
     'byte pairs': 'data.byte_pairs', 'sentence pieces': 'data.sentence_pieces',
     'other readers': 'runtime.other_readers',

@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 
 import model as models
 from bridges import adapter
+from results import evaluation
 from runtime import checkpoint, config_keys, device, saving, weights
 from runtime.errors import CheckpointError, ConfigError
 
@@ -224,12 +225,12 @@ def test_tied_embeddings_beside_an_output_matrix(tmp_path):
 
 
 def test_a_device_is_named_as_it_was_chosen(monkeypatch):
-    assert device.versions('cpu')['device'] == platform.processor()
+    assert evaluation.versions('cpu')['device'] == platform.processor()
     monkeypatch.setattr(torch.cuda, 'is_available', lambda: True)
     monkeypatch.setattr(torch.cuda, 'device_count', lambda: 2)
     monkeypatch.setattr(torch.cuda, 'set_device', lambda device: None)
     monkeypatch.setattr(torch.cuda, 'get_device_name', lambda device: f'GPU {device}')
-    assert device.versions('cuda:1')['device'] == 'GPU cuda:1'
+    assert evaluation.versions('cuda:1')['device'] == 'GPU cuda:1'
     assert device.pick_device('auto') == device.pick_device('cuda') == 'cuda'
     with pytest.raises(ConfigError, match="'cuda:2', but .* CUDA devices 0 to 1"):
         device.pick_device('cuda:2')

@@ -23,6 +23,7 @@ import train
 from data import packing
 from data.tokenizer import load_tokenizer
 from data.eval_config import pick_template
+from bridges import trackers
 from runtime import build, checkpoint, log, parallel, resume
 from runtime.config import load_config
 from runtime.device import pick_device
@@ -268,8 +269,8 @@ def test_the_end_of_a_script_closes_the_writer_of_tensorboard(monkeypatch):
     writer, at_exit = mock.Mock(), []
     monkeypatch.setitem(sys.modules, 'torch.utils.tensorboard',
                         SimpleNamespace(SummaryWriter=lambda folder: writer))
-    monkeypatch.setattr(log.atexit, 'register', at_exit.append)
-    send = log.start_tracker(SimpleNamespace(tracker='tensorboard', out_dir='x'))
+    monkeypatch.setattr(trackers.atexit, 'register', at_exit.append)
+    send = trackers.start(SimpleNamespace(tracker='tensorboard', out_dir='x'))
     send({'step': 7, 'lr': 0.5})
     assert writer.add_scalar.call_args_list == [mock.call('step', 7, 7), mock.call('lr', 0.5, 7)]
     assert at_exit == [writer.close]
