@@ -99,7 +99,8 @@ def best_temperature(scores, targets) -> float:
     margins = np.where(np.isfinite(z), z - expected, 0)
     n = z.shape[1]
     pieces = [(z[:, i:i + 10_000], margins[:, i:i + 10_000]) for i in range(0, n, 10_000)]
-    low, high, inverse = 1e-3, 1e3, 1.0
+    low, high = 1e-3, 1e3
+    inverse = 1.0
     before = last = np.inf
     while abs(last) > 1e-14 * inverse:
         slope = curvature = 0.0

@@ -136,7 +136,8 @@ class SortedRows:
 
     def __init__(self, groups):
         self.first = np.cumsum([0, *(len(rows) for rows, *_ in groups)])    # then M
-        order, gaps, last_tie = [], [], [[0]]
+        order, gaps = [], []
+        last_tie = [[0]]
         self.values = []
         for (rows, probability, outcome), start in zip(groups, self.first, strict=False):
             ascending = np.argsort(probability, kind='stable')
@@ -571,7 +572,8 @@ def report(probs, labels, n_options=None, *, scores=None, measures=None) -> Repo
     """
     measures = __getattr__('MEASURES') if measures is None else measures
     rows = Rows(probs, labels, n_options, scores)
-    confidence, correct, once = rows.as_given, rows.correct, rows.once()
+    confidence, correct = rows.as_given, rows.correct
+    once = rows.once()
     order = rows.top.order      # sorted once, since sorting sorted rows is fast
     calls = {'prediction': lambda function: function(confidence[order], correct[order])}
     if as_array('probs', probs).ndim == 2:

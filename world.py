@@ -172,7 +172,8 @@ def write_world(folder, seed, spec, make_rows):
 
 def make_names(spec, n, rng):
     """Return n distinct two-part names; parts have two syllables, or three if many are needed."""
-    onset, vowel, coda = 'b d f g h j k l m n p r s t v w'.split(), 'aeiou', 'n r l s m'.split()
+    onset = 'b d f g h j k l m n p r s t v w'.split()
+    vowel, coda = 'aeiou', 'n r l s m'.split()
     syllables = [onset, vowel] * (1 if spec.first_names + spec.family_names <= 2560 else 2)
     parts = [''.join(word).capitalize() for word in itertools.product(*syllables, onset, 'ao')]
     picked = rng.permutation(parts)

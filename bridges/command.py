@@ -83,7 +83,8 @@ class ReportInput:
 
     def __init__(self):
         self.probs, self.scores = array('d'), array('d')
-        self.labels, self.n_options, self.ids = array('q'), array('q'), array('q')
+        self.labels, self.n_options = array('q'), array('q')
+        self.ids = array('q')
 
     def append(self, sample):
         """Add a sample of `read_predictions`."""

@@ -28,7 +28,8 @@ def log_rows(path, chosen=()):
     """
     parts = _parts(path)
     name = next(parts)['eval']['task']
-    tasks, unscored, unusable, n_partly = {}, [], {}, 0
+    tasks, unusable = {}, {}
+    unscored, n_partly = [], 0
     for sample in parts:
         place = f'{path}: sample {sample["id"]}, epoch {sample["epoch"]}'
         if not sample.get('scores'):

@@ -40,12 +40,14 @@ def read_predictions(path, cfg):
                         f'name it .jsonl')
     chosen = chosen_columns(cfg.columns)
     layouts = functools.cache(functools.partial(find_columns, chosen=chosen))
-    (group, subtask, _), first_kinds, logged = harness_task(path), {}, {}
+    group, subtask, _ = harness_task(path)
+    first_kinds, logged = {}, {}
     titles = {'probs': 'probabilities of a file', 'confidence': 'confidences of a file',
               'log_probs': f'log-probabilities, {cfg.norm} of a file',
               'graded': 'right or wrong, without confidences',
               'harness': f'lm-evaluation-harness, {cfg.norm.replace("token", "sum")}'}
-    position, n_unstated, unstated = 0, 0, ''
+    position, n_unstated = 0, 0
+    unstated = ''
     for position, (place, row) in enumerate(_latest_rows(path, [name for _, name in chosen]), 1):
         try:
             if isinstance(row, DataError):

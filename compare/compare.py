@@ -195,7 +195,8 @@ def compare_task(task, runs, samples, keys, cfg):
                | {'pooled': answers[name].predicted.report()}
                for name, by_language in zip(answers, groups, strict=True)}
     keys = [key for key in keys if all(key in x['pooled'] for x in reports.values())]
-    differences, changes, left_out, reasons = [], [], [], {}
+    differences, changes = [], []
+    left_out, reasons = [], {}
     pairs = [*itertools.combinations(answers, 2)]
     for a, b in pairs:
         first, second = shared_predictions(answers[a], answers[b])

@@ -29,7 +29,8 @@ def mcnemar(correct_a, correct_b, questions=None) -> tuple[int, int, float]:
     d = np.bincount(index, a.astype(int) - b).astype(int)
     least, sizes = min(d[d > 0].sum(), -d[d < 0].sum()), np.sort(np.abs(d[d != 0]))
     if len(sizes) and sizes[0] == sizes[-1]:
-        n, term, total = len(sizes), 1, 0
+        n = len(sizes)
+        term, total = 1, 0
         for k in range(least // sizes[0] + 1):
             total, term = total + term, term * (n - k) // (k + 1)   # whole numbers, so exact
         share = total / 2**n

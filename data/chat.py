@@ -157,7 +157,8 @@ class Chat:
             text = pattern.sub(lambda match: ''.join(
                 part if part in self.tokenizer.control_ids else re.sub(r'\s', '', part)
                 for part in match.groups()), text)
-        ids, loss_mask, supervised = [], [], 0
+        ids, loss_mask = [], []
+        supervised = 0
         for piece in filter(None, self.splitter.split(text)):
             start = self.tokenizer.begins_text(ids)
             parts = re.split(f'([{BEGIN}{END}])', without(HIDE, piece))

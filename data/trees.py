@@ -92,7 +92,8 @@ class OptionEncoder:
     """
 
     def __init__(self, tokenizer, add_bos, template, multiturn=False, header_as_system=False):
-        self.tokenizer, self.template, self.multiturn = tokenizer, template, multiturn
+        self.tokenizer = tokenizer
+        self.template, self.multiturn = template, multiturn
         self.header_as_system = header_as_system
         self.add_bos, self.in_chat = add_bos, template != 'none'
         cached = functools.lru_cache(1000)

@@ -56,7 +56,8 @@ def pairs_of_axes(n, columns, width, height, **shared):
 
 def _draw_panel(top, bottom, title, numbers, bins):
     """Draw a reliability diagram on the axes `top`, and the shares of its bins on `bottom`."""
-    used, n, width = bins['count'] > 0, bins['count'].sum(), 1 / len(bins['count'])
+    used, n = bins['count'] > 0, bins['count'].sum()
+    width = 1 / len(bins['count'])
     left = np.flatnonzero(used) * width
     accuracy, confidence, low, high = (bins[key][used] for key in (
         'accuracy', 'confidence', 'low', 'high'))

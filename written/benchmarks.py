@@ -297,7 +297,8 @@ def encode(question, shots, tokenizer, cfg, max_tokens):
 
 def _messages(question, shots, cfg):
     """Return the messages that ask a question after its shots; in plain text one."""
-    in_chat, header, context = cfg.chat != 'none', question.header, question.context
+    in_chat = cfg.chat != 'none'
+    header, context = question.header, question.context
     if question.messages:
         return question.messages if in_chat else dialogue(as_text(question.messages,
                                                                   question.lead))

@@ -226,7 +226,8 @@ def serve(source, calls, answers):
     def run_source():
         exec(compile(source, 'program.py', 'exec'), program.__dict__)
 
-    name, arguments, keywords = None, (), {}
+    name = None
+    arguments, keywords = (), {}
     while True:
         try:
             function = getattr(program, name) if name else run_source
