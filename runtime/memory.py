@@ -40,26 +40,28 @@ def as_memory_allows(compute, fewer=None):
             if not out_of_memory(error) or world_size() > 1:
                 raise
             lowered = fewer and fewer(error)
-            if not lowered and (time.monotonic() > until or not others_have_memory()):
+            if not lowered and (isinstance(error, MemoryError)      # of the host
+                                or time.monotonic() > until or not others_have_memory()):
                 raise
         gc.collect()        # not above, where the error holds the activations
         torch.cuda.empty_cache()
         if not lowered:
             if not waiting:
-                print('out of memory, and other programs use this GPU: waiting for theirs')
+                print('out of memory, of which other programs have a part: waiting for theirs, at '
+                      'most an hour', flush=True)
             waiting = True
             time.sleep(WAIT)
 
 
 def others_have_memory():
-    """Return whether programs besides this one have memory of its GPU; False on a CPU."""
+    """Return whether other programs have more of the GPU's memory than a desktop does."""
     if not torch.cuda.is_initialized():
         return False
     try:
         free, total = torch.cuda.mem_get_info()
     except RuntimeError:    # not even enough to ask
         return True
-    return total - free > torch.cuda.memory_reserved() + 1.5 * 2 ** 30      # the driver needs some
+    return total - free - torch.cuda.memory_reserved() > total / 8
 
 
 def fit_into_memory(train, run):
@@ -70,8 +72,8 @@ def fit_into_memory(train, run):
     """
     cfg, log = run.cfg, run.out_dir / 'log.jsonl'
     if not cfg.micro_rows:
-        rows = (cfg.resume and run_settings(cfg.out_dir).get('micro_rows') or
-                pick_micro_rows(cfg, run.config, run.device, row_counts(run)))
+        rows = cfg.resume and run_settings(cfg.out_dir).get('micro_rows') or as_memory_allows(
+            lambda: pick_micro_rows(cfg, run.config, run.device, row_counts(run)))
         cfg = replace(cfg, micro_rows=min(gather(rows)))    # the memory of processes may differ
         print(f'rows of {cfg.pack_len} tokens per forward pass: {cfg.micro_rows}')
 
