@@ -8,10 +8,9 @@ import re
 from pathlib import Path
 
 from results.figures import draw_loss
-from results.markdown import markdown
+from results.markdown import code, markdown, one_line
 from runtime import ownership, rooms, saving
 from runtime.config import run_folder, run_settings
-from runtime.errors import escape_controls
 from runtime.sources import is_hub_name
 
 NAME = 'README.md'
@@ -72,7 +71,7 @@ def card(folder, adapters=False):
     model, data = (code(settings.get(key), whole=_hub_name(settings, key) is not None)
                    for key in ('model', 'data'))
     rows = [[key, code(value)] for key, value in shown_settings(settings)]
-    heading = re.sub(r'([\\`*<>\[\]!|&#~])', r'\\\1', _one_line(name))      # as plain text
+    heading = re.sub(r'([\\`*<>\[\]!|&#~])', r'\\\1', one_line(name))      # as plain text
     return '\n'.join([
         f'---\n{OURS}{_metadata(settings, name, tasks, adapters).to_yaml()}\n---\n',
         f'# {heading}\n',
@@ -107,15 +106,3 @@ def _hub_name(settings, key):
     """Return the hub name in a setting of a run, None for a path; open_log makes these absolute."""
     name = str(settings.get(key))
     return name if is_hub_name(name) and not Path(name).exists() else None
-
-
-def _one_line(text):
-    return ' '.join(escape_controls(text).split())
-
-
-def code(value, whole=False):
-    """Return a setting as code; unless `whole`, the last name of a path, whose rest is private."""
-    text = _one_line(str(value) if whole else str(value).rstrip('/').rpartition('/')[2])
-    ticks = '`' * (1 + max((len(run) for run in re.findall('`+', text)), default=0))
-    space = ' ' * (len(ticks) > 1)
-    return f'{ticks}{space}{text}{space}{ticks}'.replace('|', r'\|')

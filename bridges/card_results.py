@@ -1,10 +1,9 @@
 """The part of a model card that says how well the model is calibrated."""
 
-from bridges.card import code
 from results.columns import measure_cell
 from results.report import task_title
 from results.samples import DIAGRAM, read_results
-from results.markdown import markdown
+from results.markdown import code, markdown
 from runtime.checkpoint import fingerprint
 from runtime.errors import CheckpointError, ConfigError, escape_controls
 from runtime.sources import full_path

@@ -14,12 +14,12 @@ import functools
 import re
 
 from data.files import dialogue, require_text, text_digest
-from data.templates import BEGIN, END, render, template_names, template_source
+from data.templates import (BEGIN, END, QUESTION, render, template_names, template_source,
+                            trained_only, without)
 from runtime.errors import DataError
 
 ROLES = ('system', 'user', 'assistant', 'tool')
-# noncharacters of Unicode: inside a name of a control token in a content, in place of a question
-HIDE, QUESTION = '\ufdd0', '\ufdd4'
+HIDE = '\ufdd0'     # a noncharacter inside a name of a control token in a content
 RESERVED = re.compile('[\ufdd0-\ufdef]')
 
 
@@ -55,10 +55,6 @@ def encode_answer(prompt, answer, tokenizer, template, add_bos=True):
     end = max(i for i, supervised in enumerate(loss_mask) if supervised) + 1
     start = max((i for i in range(end) if not loss_mask[i]), default=-1) + 1
     return ids[:start], ids[start:end]
-
-
-def without(characters, text):
-    return text.translate(dict.fromkeys(map(ord, characters)))
 
 
 def check_messages(messages):
@@ -185,19 +181,6 @@ class Chat:
         while n < len(ids) and len(self.tokenizer.decode(ids[:n + 1], start)) <= len(text):
             n += 1
         return n
-
-
-def trained_only(text, messages):
-    """Return a text without the marks around those answers that are not trained."""
-    trained = [message.get('train', True) for message in messages if message['role'] == 'assistant']
-    before, *answers = text.split(BEGIN)
-    if all(trained):
-        return text
-    if len(answers) != len(trained):
-        raise DataError('this chat template marks parts of answers, so single answers cannot be '
-                        'left untrained')
-    return before + ''.join(BEGIN + answer if train else answer.replace(END, '')
-                            for answer, train in zip(answers, trained, strict=True))
 
 
 def any_of(names):

@@ -9,9 +9,8 @@ import functools
 import os
 import re
 
-from data.chat import QUESTION, trained_only, without
 from data.files import dialogue
-from data.templates import BEGIN, END
+from data.templates import BEGIN, END, QUESTION, trained_only, without
 from runtime.errors import DataError
 
 EDGE = '\ufdd3'     # a noncharacter of Unicode around a content that is no answer

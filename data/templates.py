@@ -14,8 +14,10 @@ from runtime.errors import ConfigError, DataError
 
 FOLDER = Path(__file__).parent / 'chat_templates'
 TEMPLATES = tuple(sorted(path.stem for path in FOLDER.glob('*.jinja')))
-# noncharacters of Unicode, which no text has: around what a {% generation %} block renders
+# noncharacters of Unicode, which no text has: around what a {% generation %} block renders, and in
+# place of a question
 BEGIN, END = '\ufdd1', '\ufdd2'
+QUESTION = '\ufdd4'
 
 
 def template_source(name, tokenizer, with_tools=False):
@@ -96,3 +98,20 @@ def render(source, messages, **variables):
         raise
     except Exception as error:      # a template can raise anything
         raise DataError(f'the chat template refuses the conversation: {error}') from error
+
+
+def without(characters, text):
+    return text.translate(dict.fromkeys(map(ord, characters)))
+
+
+def trained_only(text, messages):
+    """Return a text without the marks around those answers that are not trained."""
+    trained = [message.get('train', True) for message in messages if message['role'] == 'assistant']
+    before, *answers = text.split(BEGIN)
+    if all(trained):
+        return text
+    if len(answers) != len(trained):
+        raise DataError('this chat template marks parts of answers, so single answers cannot be '
+                        'left untrained')
+    return before + ''.join(BEGIN + answer if train else answer.replace(END, '')
+                            for answer, train in zip(answers, trained, strict=True))

@@ -61,7 +61,8 @@ def question_frame(tokenizer, template, add_bos=True, before=()):
     """Return the Frame of a question in a chat template, after the messages `before`; raises as
     `encode_conversation`.
     """
-    from data.chat import BEGIN, END, QUESTION, chat_of, without    # plain text needs none of it
+    from data.chat import chat_of       # plain text needs none of it
+    from data.templates import BEGIN, END, QUESTION, without
     chat = chat_of(tokenizer, template, add_bos)
     parts = chat.text([*before, *dialogue(QUESTION)], ask=True).split(QUESTION)
     if len(parts) != 2:
