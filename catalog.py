@@ -378,14 +378,15 @@ def tace(probs, labels, n_ranges=15, threshold=0.01, n_options=None) -> float:
     metrics.check_range('threshold', threshold, '[0, 1]')
     probs, labels, n_options = metrics.check_probs(probs, labels, n_options)
     threshold = metrics.round_for_ties(np.asarray(threshold, probs.dtype))
-    gaps = []
-    for k in range(n_options.max()):
+    gaps = np.zeros(n_options.max())
+    for k in range(len(gaps)):
         p = metrics.round_for_ties(probs[:, k])
         rows = (n_options > k) & (p > threshold)
-        count, conf, acc = _chunk_means(p[rows], labels[rows] == k, n_ranges,
-                                        metrics.rounded_chunk_ends) if rows.any() else np.zeros(3)
-        gaps.append(np.nansum(count * np.abs(acc - conf)) / max(1, rows.sum()))
-    return float(np.mean(gaps))
+        if rows.any():
+            count, conf, acc = _chunk_means(p[rows], labels[rows] == k, n_ranges,
+                                            metrics.rounded_chunk_ends)
+            gaps[k] = np.nansum(count * np.abs(acc - conf)) / rows.sum()
+    return float(gaps.mean())
 
 
 # Bins

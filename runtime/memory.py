@@ -1,4 +1,4 @@
-"""How many packed rows go through the model at once, from tokens, sizes and free memory.
+"""How many packed rows go through the model at once, and what happens where memory is lacking.
 
 `run` is a `train.Run`.
 """
@@ -68,7 +68,7 @@ def fit_into_memory(train, run):
     """Return train(run) with a number for cfg.micro_rows if the setting is None.
 
     It is that of the run to resume, else the fastest one. As long as memory is lacking before the
-    end of the first step, it is halved.
+    end of the first step, it is halved, and training begins again.
     """
     cfg, log = run.cfg, run.out_dir / 'log.jsonl'
     if not cfg.micro_rows:

@@ -19,6 +19,9 @@ from scripts import run_scripts
 from speed import graphs
 
 
+OTHERS_HAVE_MEMORY = memory.others_have_memory
+
+
 @pytest.fixture(autouse=True)
 def alone(monkeypatch):
     """Other tests on the same GPU are no reason to wait."""
@@ -98,10 +101,13 @@ def test_too_little_memory_in_the_first_step_halves_the_rows(tmp_path, capsys, m
     assert tried(4) == [3]
 
 
-@pytest.mark.parametrize('others', [[True, True], [True, False], []])
-def test_what_lacks_memory_waits_as_long_as_other_programs_have_it(others, capsys, monkeypatch):
+@pytest.mark.parametrize('others, outcome', [
+    ([True, True], contextlib.nullcontext()),
+    ([True, False], pytest.raises(torch.OutOfMemoryError)),
+    ([False], pytest.raises(torch.OutOfMemoryError))])
+def test_what_lacks_memory_waits_as_long_as_others_have_it(others, outcome, capsys, monkeypatch):
     answers, calls, pauses = iter(others), [], []
-    monkeypatch.setattr(memory, 'others_have_memory', lambda: next(answers, False))
+    monkeypatch.setattr(memory, 'others_have_memory', lambda: next(answers))
     monkeypatch.setattr(memory.time, 'sleep', pauses.append)
 
     def compute():
@@ -109,13 +115,10 @@ def test_what_lacks_memory_waits_as_long_as_other_programs_have_it(others, capsy
         if len(calls) < 3:
             raise torch.OutOfMemoryError('CUDA out of memory')
         return 'done'
-    if all(others) and others:
-        assert memory.as_memory_allows(compute) == 'done' and pauses == [memory.WAIT] * 2
-    else:
-        with pytest.raises(torch.OutOfMemoryError):
-            memory.as_memory_allows(compute)
-        assert len(pauses) == sum(others)
-    assert capsys.readouterr().out.count('other programs have a part') == (len(others) > 0)
+    with outcome:
+        assert memory.as_memory_allows(compute) == 'done'
+    assert pauses == [memory.WAIT] * sum(others)
+    assert capsys.readouterr().out.count('other programs have a part') == any(others)
 
 
 def test_waiting_has_an_end_and_no_other_error_waits(monkeypatch):
@@ -129,18 +132,17 @@ def test_waiting_has_an_end_and_no_other_error_waits(monkeypatch):
         assert (compute.call_count > 1) == isinstance(error, torch.OutOfMemoryError)
 
 
-@pytest.mark.parametrize('free, expected', [(70, False), (66, True), (None, True)])
-def test_an_eighth_of_the_gpu_is_what_others_have(free, expected, monkeypatch):
+@pytest.mark.parametrize('initialized, free, expected', [
+    (False, 0, False), (True, 70, False), (True, 66, True), (True, None, True)])
+def test_an_eighth_of_the_gpu_is_what_others_have(initialized, free, expected, monkeypatch):
     def asked():
         if free is None:
             raise RuntimeError('CUDA error: out of memory')
         return free * 2 ** 30, 80 * 2 ** 30
-    monkeypatch.undo()
-    assert memory.others_have_memory() is False or torch.cuda.is_available()
-    monkeypatch.setattr(torch.cuda, 'is_initialized', lambda: True)
+    monkeypatch.setattr(torch.cuda, 'is_initialized', lambda: initialized)
     monkeypatch.setattr(torch.cuda, 'mem_get_info', asked)
     monkeypatch.setattr(torch.cuda, 'memory_reserved', lambda: 3 * 2 ** 30)
-    assert memory.others_have_memory() == expected
+    assert OTHERS_HAVE_MEMORY() == expected
 
 
 # ---- A step that lacks memory is taken again -----------------------------------------------------
