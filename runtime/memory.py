@@ -16,10 +16,12 @@ from runtime.device import pick_dtype
 from runtime.errors import out_of_memory
 from runtime.parallel import gather, world_size
 
-# Each forward pass costs as much as this many tokens, whatever its length: a GPU waits for the
-# launches of its kernels, and the gradients of all weights are added to those of earlier passes.
-# With Gemma 3 270M on an H100 it is 10,000 tokens, and 4,400 if the launches are recorded.
-PASS_TOKENS = 8192
+# Each forward pass costs as much as some tokens, whatever its length: the gradients of all weights
+# are added to those of earlier passes, which takes as long as SUM_TOKENS, and a GPU waits for the
+# launches of its kernels, a time that is worth more tokens in a small model. With Gemma 3 270M on
+# an H100 it is 10,000 tokens, and 4,400 if the launches are recorded; with Qwen 2.5 1.5B on an H200
+# it is 500.
+SUM_TOKENS, LAUNCH_WEIGHTS, MOST_TOKENS = 300, 1e12, 8192
 CPU_BYTES = 2 ** 30     # for activations; more rows at once are hardly faster there
 WAIT = 10               # seconds between two tries to get memory that other programs have
 PATIENCE = 3600         # seconds of such tries
@@ -108,13 +110,14 @@ def pick_micro_rows(cfg, config, device, row_counts):
     row_counts: packed rows of some steps, of all processes; the last pass is filled with padding.
     """
     counts = [-(-n // world_size()) for n in row_counts]
+    per_pass = min(MOST_TOKENS, SUM_TOKENS + LAUNCH_WEIGHTS / count_weights(config))
 
     def cost(rows):
-        return sum(-(-n // rows) * (rows * cfg.pack_len + PASS_TOKENS) for n in counts)
+        return sum(-(-n // rows) * (rows * cfg.pack_len + per_pass) for n in counts)
     room = memory_for_activations(cfg, config, device) / row_bytes(cfg, config, device)
     options = range(1, max(1, min(int(room), max(counts))) + 1)
     least = min(map(cost, options))
-    return next(rows for rows in options if cost(rows) <= 1.03 * least)
+    return next(rows for rows in options if cost(rows) <= 1.01 * least)
 
 
 def memory_for_activations(cfg, config, device):
@@ -127,8 +130,7 @@ def memory_for_activations(cfg, config, device):
         return CPU_BYTES
     torch.cuda.empty_cache()    # what an earlier report left
     free, _ = torch.cuda.mem_get_info(torch.device(device))
-    with torch.device('meta'):
-        weights = sum(p.numel() for p in CausalLM(config).parameters()) / world_size()
+    weights = count_weights(config) / world_size()
     head = config.vocab_size * config.embed_size
     size = pick_dtype(cfg.dtype, device).itemsize
     # moments, what completes a bfloat16 weight to float32, and the gradient
@@ -141,16 +143,24 @@ def memory_for_activations(cfg, config, device):
     return free - size * (weights + head) - per_weight * trained - 1.5 * logits
 
 
+def count_weights(config):
+    with torch.device('meta'):
+        return sum(p.numel() for p in CausalLM(config).parameters())
+
+
 def row_bytes(cfg, config, device):
     """Return about how many bytes the backward pass needs of a row's forward pass, at most.
 
-    Measured with compiled blocks: 461 kB per token of Gemma 3 270M, 3.9 MB of Llama 3.1 8B.
+    Measured with compiled blocks: 461 kB per token of Gemma 3 270M, 1.7 MB of Qwen 2.5 1.5B, 3.9 MB
+    of Llama 3.1 8B.
     """
     D, middle = config.hidden_size, config.intermediate_size
     size = pick_dtype(cfg.dtype, device).itemsize
     q, kv = (n * config.head_dim for n in (config.num_attention_heads, config.num_key_value_heads))
-    # norms, attention and MLP, and in float32 what goes into attention and MLP
-    block = size * (4 * D + 3 * (q + kv) + 2 * middle) + 2 * 4 * D
+    # what the two norms before and perhaps the two after return or take, and attention's output;
+    # q, k and v, perhaps also before their norms; the MLP's two factors; the float32 input
+    block = size * ((5 if config.family.norm_order == 'both' else 3) * D + 2 * (q + kv)
+                    + bool(config.family.qk_norm) * (q + kv) + 2 * middle) + 4 * D
     if cfg.lora:            # the input of each adapter after its dropout, and the mask of that
         block += (size + 1) * (5 * D + q + middle)
     if not cfg.compile:     # products and conversions are stored as well
