@@ -17,10 +17,9 @@ from runtime.errors import out_of_memory
 from runtime.parallel import gather, world_size
 
 # Each forward pass costs as much as some tokens, whatever its length: the gradients of all weights
-# are added to those of earlier passes, which takes as long as SUM_TOKENS, and a GPU waits for the
-# launches of its kernels, a time that is worth more tokens in a small model. With Gemma 3 270M on
-# an H100 it is 10,000 tokens, and 4,400 if the launches are recorded; with Qwen 2.5 1.5B on an H200
-# it is 500.
+# are added to those of earlier passes (SUM_TOKENS), and a GPU waits for the launches of its
+# kernels, longer in a small model. With Gemma 3 270M on an H100 it is 10,000 tokens, and 4,400 if
+# the launches are recorded; with Qwen 2.5 1.5B on an H200 it is 500.
 SUM_TOKENS, LAUNCH_WEIGHTS, MOST_TOKENS = 300, 1e12, 8192
 CPU_BYTES = 2 ** 30     # for activations; more rows at once are hardly faster there
 WAIT = 10               # seconds between two tries to get memory that other programs have
@@ -151,14 +150,12 @@ def count_weights(config):
 def row_bytes(cfg, config, device):
     """Return about how many bytes the backward pass needs of a row's forward pass, at most.
 
-    Measured with compiled blocks: 461 kB per token of Gemma 3 270M, 1.7 MB of Qwen 2.5 1.5B, 3.9 MB
-    of Llama 3.1 8B.
+    Measured with compiled blocks: 461 kB per token of Gemma 3 270M, 3.9 MB of Llama 3.1 8B.
     """
     D, middle = config.hidden_size, config.intermediate_size
     size = pick_dtype(cfg.dtype, device).itemsize
     q, kv = (n * config.head_dim for n in (config.num_attention_heads, config.num_key_value_heads))
-    # what the two norms before and perhaps the two after return or take, and attention's output;
-    # q, k and v, perhaps also before their norms; the MLP's two factors; the float32 input
+    # both norms, with norms after them their inputs too, attention, MLP, and the float32 input
     block = size * ((5 if config.family.norm_order == 'both' else 3) * D + 2 * (q + kv)
                     + bool(config.family.qk_norm) * (q + kv) + 2 * middle) + 4 * D
     if cfg.lora:            # the input of each adapter after its dropout, and the mask of that
