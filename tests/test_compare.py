@@ -72,7 +72,7 @@ def test_an_ensemble_is_one_more_row(tmp_path, capsys):
                for seed, name in enumerate('abc')]
     rows = [samples.read_samples(folder / 'samples.jsonl') for folder in folders]
     for row in itertools.chain(*rows):
-        row['question'] = f'{row["id"]} in {row["language"]}'
+        row['context'] = f'{row["id"]} in {row["language"]}'
     for row in rows[1]:     # options of several tokens, which are scored with another norm
         row['n_tokens'] = [1, 2, 3, 1]
     rows[1][0]['options'] = [' A', ' B', ' C', ' x']    # another question
@@ -187,32 +187,6 @@ def test_folders_and_files_that_cannot_be_compared(tmp_path, monkeypatch):
     monkeypatch.setenv('HOME', str(tmp_path))
     run_compare('a', '~/b', '--out_dir=~/home', '--n_bootstrap=10')
     assert (tmp_path / 'home' / 'compare.md').exists()
-
-
-@pytest.mark.parametrize('key, prefixes, paired', [
-    ('question', ('a', 'a'), 38), ('question', ('a', 'b'), 0), ('question', ('a', None), None),
-    ('context', ('a', 'a'), 38), ('context', ('a', 'b'), 0), ('context', (None, None), None)])
-def test_only_the_same_questions_are_paired(tmp_path, capsys, key, prefixes, paired):
-    runs = two_runs(tmp_path)
-    for run, prefix in zip(runs, prefixes, strict=True):
-        rows = samples.read_samples(run / 'samples.jsonl')
-        for i, row in enumerate(rows) if prefix else ():
-            row[key] = f'{prefix}{i}'
-        if run.name == 'b':
-            rows[0]['answer'] = (rows[0]['answer'] + 1) % 4     # the same id, but another question
-            rows[1]['id'] = 'other'
-        write_rows(run / 'samples.jsonl', rows)
-    if paired is None:      # by ids alone: they name other questions in b
-        with pytest.raises(DataError, match='id q0 has the answer 2 in a, 3 in b; give each row'):
-            run_compare(*runs, f'--out_dir={tmp_path / "out"}')
-        return
-    compare_csv_of(runs, tmp_path / 'out', '--n_bootstrap=5', '--ensemble')
-    printed = capsys.readouterr().out
-    assert ('1 questions are left out of b - a: they have another right' in printed) == (paired > 0)
-    counts = {line.split()[4] for line in printed.splitlines() if line.startswith('b - a')}
-    assert counts == ({str(paired)} if paired else set())
-    assert printed.count('mmlu: a and b have no question in common, and a') == (paired == 0)
-    assert ('mmlu has no ensemble' in printed) == (not paired)
 
 
 def test_tasks_that_a_run_lacks_are_left_out(tmp_path, capsys):
@@ -337,3 +311,15 @@ def test_rows_of_files_are_paired_by_what_both_have_or_refused(tmp_path, capsys,
     assert line[3] == str(outcome)
     if first[0].keys() & second[0].keys() >= {'probs'}:
         assert line[4:6] == ['0', '0']      # no answer has changed
+
+
+@pytest.mark.parametrize('second, messages', [
+    ([*ASKED[:5], ASKED[5] | {'answer': 0}],
+     ['1 questions are left out of b.jsonl - a.jsonl: they have another right']),
+    ([row | {'question': f'not {row["question"]}'} for row in ASKED],
+     ['a.jsonl and b.jsonl have no question in common, and a', 'predictions has no ensemble: no'])])
+def test_other_questions_and_right_answers_are_left_out(tmp_path, capsys, second, messages):
+    files = [write_rows(tmp_path / 'a.jsonl', ASKED), write_rows(tmp_path / 'b.jsonl', second)]
+    run_compare(*files, '--n_bootstrap=5', '--ensemble', f'--out_dir={tmp_path / "out"}')
+    printed = capsys.readouterr().out
+    assert all(message in printed for message in messages)
