@@ -284,7 +284,6 @@ STATED = [{'confidence': max(row['probs']), 'correct': i % 3 > 0} for i, row in 
     (ASKED, ROWS, 'a.jsonl has questions in all rows; b.jsonl has neither ids nor questions in'),
     ([*NUMBERED[:5], ROWS[5]], NUMBERED, 'a.jsonl has neither ids nor questions in all rows; b'),
     (ROWS, ROWS[:5], 'without ids, a.jsonl has 6 rows, b.jsonl has 5 rows'),
-    (ROWS, ROWS[::-1], 'row 1 has the answer 0 in a.jsonl, 1 in b.jsonl'),
     (ROWS, [*ROWS[:5], ROWS[5] | {'answer': 0}], 'row 6 has the answer 1 in a.jsonl, 0 in b'),
     (NUMBERED, [row | {'id': row['id'] + 1} for row in NUMBERED], 'id 2 has the answer 1 in a'),
     (STATED, STATED, 'they have neither ids nor questions, and no answers to check their order by'),

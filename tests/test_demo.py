@@ -48,8 +48,6 @@ def test_the_demo_leaves_a_report_and_the_files_of_three_runs(small_world):
         assert all(r['nll'] <= r['loss'] + 1e-6 or run == 'tuned_bs05' for r in log)
         assert 'val_nll' in log[-1] and not list((folder / run).rglob('*.nanocal-tmp'))
         assert run != 'base' or log[-1]['nll'] < 0.8 * log[0]['nll']
-    for words in ('{{Answer: ', 'supervised tokens between', 'peak memory'):
-        assert words in printed, words
     assert (folder / 'reliability-questions.png').read_bytes().startswith(b'\x89PNG')
 
 
@@ -90,8 +88,7 @@ def test_a_second_call_trains_nothing(tmp_path, monkeypatch, capsys):
     demo.main([f'--out_dir=~/{tmp_path.name}'])
     assert {Path(cfg.out_dir).parent for cfg in seen} == {tmp_path}
     assert len(seen) == 3 and all(cfg.resume and not cfg.overwrite for cfg in seen)
-    printed = capsys.readouterr().out       # how it runs, what is seen, and where to look next
-    assert printed.startswith('\n=== base, with 1 thread(s), ')
+    printed = capsys.readouterr().out       # what is seen, and where to look next
     assert ('from 0.600 to 0.700 and the ECE, the distance between confidence and accuracy, from '
             '0.100 to 0.200; with --base_smoothing=0.5 they are 0.800 and 0.300. Open ') in (
                 ' '.join(printed.split()))
