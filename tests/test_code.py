@@ -54,9 +54,8 @@ def edited(copy, monkeypatch):
     ('written/answer_samples.py', '[first:last + 1]', '[first:last]', [SAMPLES]),
     ('alignment/packed_answers.py', 'room -= len(ids) - 1', 'room -= len(ids)', [REFERENCE]),
     ('alignment/reference.py', '-sequences.lengths', 'sequences.lengths', [REFERENCE]),
-    # docstrings, comments, line breaks
+    # docstrings, line breaks
     ('model.py', '"""Return the output matrix', '"""Return a matrix', []),
-    ('model.py', '# ---- Norms', '# ---- Some norms', []),
     ('scoring.py', 'compute=token_log_probs,\n          trim=1', 'compute=token_log_probs, trim=1',
      []),
     # what samples hold by its content, or what reads them

@@ -34,11 +34,6 @@ def compare_csv_of(folders, out, *arguments):
     return read_csv(out / 'compare.csv')
 
 
-def two_runs(folder, **more):
-    """Return the folders of runs a and b over the same questions; `more`: of run b."""
-    return write_run(folder / 'a'), write_run(folder / 'b', **{'sharpness': 2.0} | more)
-
-
 @pytest.mark.slow
 def test_runs_of_one_seed_are_compared_over_questions(tmp_path, capsys, monkeypatch):
     monkeypatch.undo()
@@ -163,7 +158,7 @@ def test_the_same_answers_in_eight_languages_tell_no_more_than_in_one(tmp_path, 
 
 
 def test_folders_and_files_that_cannot_be_compared(tmp_path, monkeypatch):
-    a, b = two_runs(tmp_path)
+    a, b = write_run(tmp_path / 'a'), write_run(tmp_path / 'b', sharpness=2.0)
     (tmp_path / 'empty').mkdir()
     good, rows = harness_rows('endings')
     written, written_rows = harness_rows('written')
@@ -190,7 +185,7 @@ def test_folders_and_files_that_cannot_be_compared(tmp_path, monkeypatch):
 
 
 def test_tasks_that_a_run_lacks_are_left_out(tmp_path, capsys):
-    a, b = two_runs(tmp_path)
+    a, b = write_run(tmp_path / 'a'), write_run(tmp_path / 'b', sharpness=2.0)
     c = write_run(tmp_path / 'c', task='arc')
     tokens = [TOKEN | {'id': str(i), 'token': i} for i in range(9)]
     for folder, more in ((a, [*samples.read_samples(c / 'samples.jsonl'), *tokens]), (b, tokens)):

@@ -295,6 +295,7 @@ def test_the_agreement_of_metrics_follows_from_the_committed_numbers():
     first = metrics_agree.kendall(
         *metrics_agree.table_of(values[rows[0]['task']], (rows[0]['a'], rows[0]['b'])))
     assert [f'{x:.5f}' for x in first[:3]] == [rows[0][key] for key in ('tau', 'low', 'high')]
+    assert np.isnan(metrics_agree.kendall(np.ones(4), np.arange(4.0), 10)[:3]).all()
     found = {}
     for task, numbers in values.items():
         keys, (tau, _, _, n_runs) = metrics_agree.agreements(numbers, 1)
