@@ -18,12 +18,8 @@ ALL = [SAMPLES, ANSWERS, REFERENCE]
 
 @pytest.fixture(scope='module')
 def copy(tmp_path_factory):
-    folder = tmp_path_factory.mktemp('copy')
-    for path in (*HERE.glob('*.py'), *HERE.glob('[a-z]*/*.py')):
-        if path.parent.name not in ('tests', 'research'):
-            (folder / path.relative_to(HERE)).parent.mkdir(exist_ok=True)
-            shutil.copy(path, folder / path.relative_to(HERE))
-    return folder
+    return shutil.copytree(HERE, tmp_path_factory.mktemp('copy') / 'copy', ignore=(
+        shutil.ignore_patterns('.*', '__pycache__', 'tests', 'research', 'docs', 'out')))
 
 
 @pytest.fixture

@@ -93,9 +93,7 @@ def anchors(path):
 @pytest.mark.parametrize('page', PAGES)
 def test_relative_links_resolve(page):
     text, _ = text_and_code(page)
-    for link in re.findall(r'\]\(([^)\s]+)\)', text):
-        if link.startswith(('http://', 'https://')):
-            continue
+    for link in re.findall(r'\]\((?!https?://)([^)\s]+)\)', text):
         file, _, anchor = link.partition('#')
         path = (HERE / page).parent / file if file else HERE / page
         assert path.exists(), f'{page}: {link}'

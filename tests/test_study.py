@@ -20,7 +20,7 @@ from common import HERE, llama_config, log_of, recorded, results_of, write_run
 
 import metrics
 import model as models
-from compare import scaling, significance
+from compare import scaling
 import stats
 import world
 from results.report import predictions
@@ -137,12 +137,8 @@ def test_bins_of_two_runs_are_those_of_their_questions_together(tmp_path):
         assert np.allclose(together[key], expected[key], equal_nan=True)
 
 
-def test_the_interval_of_a_ratio_ends_where_a_t_test_does():
+def test_a_ratio_to_what_may_be_0_has_no_interval():
     x, y = np.random.default_rng(1).normal([[3.0], [2.0]], 0.3, (2, 5))
-    low, high = loss_tables.ratio_interval(x, y)
-    assert low < x.mean() / y.mean() < high
-    for end in (low, high):
-        assert significance.student_t(x - end * y)[2] == pytest.approx(0.05, abs=1e-6)
     assert loss_tables.ratio_interval(x, y - y.mean()) is None
 
 
