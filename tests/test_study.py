@@ -9,7 +9,7 @@ import os
 import re
 import runpy
 import sys
-from dataclasses import asdict, is_dataclass, replace
+from dataclasses import is_dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -144,10 +144,10 @@ def test_a_ratio_to_what_may_be_0_has_no_interval():
 
 # A small study from worlds to tables
 
-SMALL_WORLD = StudySpec(**asdict(runs.WORLD) | dict(
-    entities=500, unseen=20, first_names=40, family_names=40, documents=300,
+SMALL_WORLD = replace(
+    runs.WORLD, entities=500, unseen=20, first_names=40, family_names=40, documents=300,
     tokenizer_documents=300, vocab_sizes=(700,), instructions=80, questions=12,
-    unseen_questions=6, validation=12, probes=10))
+    unseen_questions=6, validation=12, probes=10)
 
 
 def small(cfg):
