@@ -48,6 +48,8 @@ def test_the_demo_leaves_a_report_and_the_files_of_three_runs(small_world):
         assert all(r['nll'] <= r['loss'] + 1e-6 or run == 'tuned_bs05' for r in log)
         assert 'val_nll' in log[-1] and not list((folder / run).rglob('*.nanocal-tmp'))
         assert run != 'base' or log[-1]['nll'] < 0.8 * log[0]['nll']
+    for words in ('{{Answer: ', 'supervised tokens between', 'peak memory'):
+        assert words in printed, words
     assert (folder / 'reliability-questions.png').read_bytes().startswith(b'\x89PNG')
 
 
