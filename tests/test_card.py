@@ -141,10 +141,10 @@ def test_what_is_sent_to_the_hub(tmp_path, monkeypatch):
     api = mock.MagicMock()
     monkeypatch.setattr('huggingface_hub.HfApi', lambda: api)
     hub.upload(tmp_path, 'me/model', ['config.json', 'README.md'])
-    (create, name, options), (upload, _, sent) = api.method_calls[-2:]
-    assert (create, name, options['private']) == ('create_repo', ('me/model',), True)
-    assert upload == 'upload_folder' and sent['allow_patterns'] == ['config.json', 'README.md']
-    assert (sent['repo_id'], sent['folder_path']) == ('me/model', str(tmp_path))
+    api.create_repo.assert_called_once_with('me/model', private=True, exist_ok=True)
+    api.upload_folder.assert_called_once_with(
+        repo_id='me/model', folder_path=str(tmp_path), commit_message=mock.ANY,
+        allow_patterns=['config.json', 'README.md'])
     api.upload_folder.side_effect = OSError('401 Client Error')
     with pytest.raises(CheckpointError, match='me/model failed .*401.*; the run is complete'):
         hub.upload(tmp_path, 'me/model', ['config.json'])

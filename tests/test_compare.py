@@ -34,11 +34,6 @@ def compare_csv_of(folders, out, *arguments):
     return read_csv(out / 'compare.csv')
 
 
-def two_runs(folder, **more):
-    """Return the folders of runs a and b over the same questions; `more`: of run b."""
-    return write_run(folder / 'a'), write_run(folder / 'b', **{'sharpness': 2.0} | more)
-
-
 @pytest.mark.slow
 def test_runs_of_one_seed_are_compared_over_questions(tmp_path, capsys, monkeypatch):
     monkeypatch.undo()
@@ -72,7 +67,7 @@ def test_an_ensemble_is_one_more_row(tmp_path, capsys):
                for seed, name in enumerate('abc')]
     rows = [samples.read_samples(folder / 'samples.jsonl') for folder in folders]
     for row in itertools.chain(*rows):
-        row['question'] = f'{row["id"]} in {row["language"]}'
+        row['context'] = f'{row["id"]} in {row["language"]}'
     for row in rows[1]:     # options of several tokens, which are scored with another norm
         row['n_tokens'] = [1, 2, 3, 1]
     rows[1][0]['options'] = [' A', ' B', ' C', ' x']    # another question
@@ -163,7 +158,7 @@ def test_the_same_answers_in_eight_languages_tell_no_more_than_in_one(tmp_path, 
 
 
 def test_folders_and_files_that_cannot_be_compared(tmp_path, monkeypatch):
-    a, b = two_runs(tmp_path)
+    a, b = write_run(tmp_path / 'a'), write_run(tmp_path / 'b', sharpness=2.0)
     (tmp_path / 'empty').mkdir()
     good, rows = harness_rows('endings')
     written, written_rows = harness_rows('written')
@@ -189,34 +184,8 @@ def test_folders_and_files_that_cannot_be_compared(tmp_path, monkeypatch):
     assert (tmp_path / 'home' / 'compare.md').exists()
 
 
-@pytest.mark.parametrize('key, prefixes, paired', [
-    ('question', ('a', 'a'), 38), ('question', ('a', 'b'), 0), ('question', ('a', None), None),
-    ('context', ('a', 'a'), 38), ('context', ('a', 'b'), 0), ('context', (None, None), None)])
-def test_only_the_same_questions_are_paired(tmp_path, capsys, key, prefixes, paired):
-    runs = two_runs(tmp_path)
-    for run, prefix in zip(runs, prefixes, strict=True):
-        rows = samples.read_samples(run / 'samples.jsonl')
-        for i, row in enumerate(rows) if prefix else ():
-            row[key] = f'{prefix}{i}'
-        if run.name == 'b':
-            rows[0]['answer'] = (rows[0]['answer'] + 1) % 4     # the same id, but another question
-            rows[1]['id'] = 'other'
-        write_rows(run / 'samples.jsonl', rows)
-    if paired is None:      # by ids alone: they name other questions in b
-        with pytest.raises(DataError, match='id q0 has the answer 2 in a, 3 in b; give each row'):
-            run_compare(*runs, f'--out_dir={tmp_path / "out"}')
-        return
-    compare_csv_of(runs, tmp_path / 'out', '--n_bootstrap=5', '--ensemble')
-    printed = capsys.readouterr().out
-    assert ('1 questions are left out of b - a: they have another right' in printed) == (paired > 0)
-    counts = {line.split()[4] for line in printed.splitlines() if line.startswith('b - a')}
-    assert counts == ({str(paired)} if paired else set())
-    assert printed.count('mmlu: a and b have no question in common, and a') == (paired == 0)
-    assert ('mmlu has no ensemble' in printed) == (not paired)
-
-
 def test_tasks_that_a_run_lacks_are_left_out(tmp_path, capsys):
-    a, b = two_runs(tmp_path)
+    a, b = write_run(tmp_path / 'a'), write_run(tmp_path / 'b', sharpness=2.0)
     c = write_run(tmp_path / 'c', task='arc')
     tokens = [TOKEN | {'id': str(i), 'token': i} for i in range(9)]
     for folder, more in ((a, [*samples.read_samples(c / 'samples.jsonl'), *tokens]), (b, tokens)):
@@ -310,7 +279,6 @@ STATED = [{'confidence': max(row['probs']), 'correct': i % 3 > 0} for i, row in 
     (ASKED, ROWS, 'a.jsonl has questions in all rows; b.jsonl has neither ids nor questions in'),
     ([*NUMBERED[:5], ROWS[5]], NUMBERED, 'a.jsonl has neither ids nor questions in all rows; b'),
     (ROWS, ROWS[:5], 'without ids, a.jsonl has 6 rows, b.jsonl has 5 rows'),
-    (ROWS, ROWS[::-1], 'row 1 has the answer 0 in a.jsonl, 1 in b.jsonl'),
     (ROWS, [*ROWS[:5], ROWS[5] | {'answer': 0}], 'row 6 has the answer 1 in a.jsonl, 0 in b'),
     (NUMBERED, [row | {'id': row['id'] + 1} for row in NUMBERED], 'id 2 has the answer 1 in a'),
     (STATED, STATED, 'they have neither ids nor questions, and no answers to check their order by'),
@@ -337,3 +305,15 @@ def test_rows_of_files_are_paired_by_what_both_have_or_refused(tmp_path, capsys,
     assert line[3] == str(outcome)
     if first[0].keys() & second[0].keys() >= {'probs'}:
         assert line[4:6] == ['0', '0']      # no answer has changed
+
+
+@pytest.mark.parametrize('second, messages', [
+    ([*ASKED[:5], ASKED[5] | {'answer': 0}],
+     ['1 questions are left out of b.jsonl - a.jsonl: they have another right']),
+    ([row | {'question': f'not {row["question"]}'} for row in ASKED],
+     ['a.jsonl and b.jsonl have no question in common, and a', 'predictions has no ensemble: no'])])
+def test_other_questions_and_right_answers_are_left_out(tmp_path, capsys, second, messages):
+    files = [write_rows(tmp_path / 'a.jsonl', ASKED), write_rows(tmp_path / 'b.jsonl', second)]
+    run_compare(*files, '--n_bootstrap=5', '--ensemble', f'--out_dir={tmp_path / "out"}')
+    printed = capsys.readouterr().out
+    assert all(message in printed for message in messages)

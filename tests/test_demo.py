@@ -22,11 +22,8 @@ def test_the_two_tuned_models_differ_in_base_smoothing_alone(tmp_path):
     # nothing is read or written elsewhere
     assert 'out/' not in json.dumps([asdict(cfg) for cfg in runs.values()])
     # a bad setting of the last run stops the demo before the first
-    for argument, message in (
-            ('--base_smoothing=2', 'base_smoothing = 2.0; it must be between 0 and 1'),
-            ('--base_smothing=0.2', "no key 'base_smothing'; did you mean 'base_smoothing'")):
-        with pytest.raises(ConfigError, match=message):
-            demo.main([argument, f'--out_dir={tmp_path / "out"}'])
+    with pytest.raises(ConfigError, match='base_smoothing = 2.0; it must be between 0 and 1'):
+        demo.main(['--base_smoothing=2', f'--out_dir={tmp_path / "out"}'])
     assert not (tmp_path / 'out').exists()
     (tmp_path / 'base').mkdir()
     (tmp_path / 'base' / 'train_config.py').write_text('seed = 0\n')
@@ -86,15 +83,14 @@ def test_a_second_call_trains_nothing(tmp_path, monkeypatch, capsys):
         seen.append(cfg)
         pooled = {'accuracy': 0.5 + len(seen) / 10, 'ece': len(seen) / 10}
         return {'after': {'tasks': {'questions': {'pooled': pooled}}}}
-    for name, function in (('make_world', lambda place, seed: None),
-                           ('train_and_report', finished), ('pick_threads', lambda: 1)):
-        monkeypatch.setattr(demo, name, function)
+    monkeypatch.setattr(demo, 'make_world', lambda place, seed: None)
+    monkeypatch.setattr(demo, 'train_and_report', finished)
+    monkeypatch.setattr(demo, 'pick_threads', lambda: 1)
     monkeypatch.setenv('HOME', str(tmp_path.parent))
     demo.main([f'--out_dir=~/{tmp_path.name}'])
     assert {Path(cfg.out_dir).parent for cfg in seen} == {tmp_path}
     assert len(seen) == 3 and all(cfg.resume and not cfg.overwrite for cfg in seen)
-    printed = capsys.readouterr().out       # how it runs, what is seen, and where to look next
-    assert printed.startswith('\n=== base, with 1 thread(s), ')
+    printed = capsys.readouterr().out       # what is seen, and where to look next
     assert ('from 0.600 to 0.700 and the ECE, the distance between confidence and accuracy, from '
             '0.100 to 0.200; with --base_smoothing=0.5 they are 0.800 and 0.300. Open ') in (
                 ' '.join(printed.split()))

@@ -41,11 +41,10 @@ def options():
 def names(path):
     """Return every name that a file defines: functions, classes, fields, variables, imports."""
     nodes = [*ast.walk(ast.parse(path.read_text()))]
-    defined = {node.name for node in nodes if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
-    defined |= {node.id for node in nodes
-                if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
-    return defined | {(node.asname or node.name).split('.')[0] for node in nodes
-                      if isinstance(node, ast.alias)}
+    defined = {getattr(node, 'asname', None) or node.name for node in nodes
+               if isinstance(node, (ast.FunctionDef, ast.ClassDef, ast.alias))}
+    return defined | {node.id for node in nodes
+                      if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
 
 
 def text_and_code(page):
@@ -93,9 +92,7 @@ def anchors(path):
 @pytest.mark.parametrize('page', PAGES)
 def test_relative_links_resolve(page):
     text, _ = text_and_code(page)
-    for link in re.findall(r'\]\(([^)\s]+)\)', text):
-        if link.startswith(('http://', 'https://')):
-            continue
+    for link in re.findall(r'\]\((?!https?://)([^)\s]+)\)', text):
         file, _, anchor = link.partition('#')
         path = (HERE / page).parent / file if file else HERE / page
         assert path.exists(), f'{page}: {link}'

@@ -49,14 +49,6 @@ def core_files():
         [HERE / f'{name}.py'] if name in TOP else sorted((HERE / name).rglob('*.py')))]
 
 
-@pytest.mark.parametrize('folder', [str(path.parent.relative_to(HERE)) for name in FOLDERS
-                                    for path in sorted((HERE / name).rglob('__init__.py'))])
-def test_each_folder_says_in_three_lines_what_belongs_there(folder):
-    docstring = ast.get_docstring(ast.parse((HERE / folder / '__init__.py').read_text()))
-    summary, empty, *rest = docstring.split('\n')
-    assert summary.endswith('.') and not empty and 1 <= len(rest) <= 3
-
-
 def test_the_top_level_holds_only_what_is_run_read_first_or_copied():
     assert {path.stem for path in HERE.glob('*.py')} <= TOP
     tracked = subprocess.run(['git', 'ls-files'], cwd=HERE, capture_output=True, text=True).stdout
@@ -102,17 +94,14 @@ def test_a_program_loads_only_what_it_needs(program, base, tmp_path):
     model = shutil.copytree(base, tmp_path / 'model', ignore=shutil.ignore_patterns('tokenizer.*'))
     for name, content in export.tokenizer_files(base, load_tokenizer(base)).items():
         (model / name).write_text(json.dumps(content))
-    words = [f'{WORDS[i % len(WORDS)]} {i}' for i in range(60)]
-    rows = [{'question': text, 'choices': WORDS[:4], 'answer': i % 4, 'subject': 'anatomy'}
-            for i, text in enumerate(words)]
     for split in ('dev', 'test'):
-        write_rows(tmp_path / 'mmlu' / f'{split}.jsonl', rows)
-    write_rows(tmp_path / 'chat.jsonl', [{'messages': dialogue(text, 'Yes.')} for text in words])
+        write_rows(tmp_path / 'mmlu' / f'{split}.jsonl', [
+            {'question': f'fox {i}', 'choices': WORDS[:4], 'answer': i % 4, 'subject': 'anatomy',
+             'messages': dialogue(f'fox {i}', 'Yes.')} for i in range(60)])
     common = [f'--model={model}', f'--out_dir={tmp_path / "out"}', '--device=cpu']
-    runs = {
-        'train.py': [*common, f'--data={tmp_path / "chat.jsonl"}', f'--cache_dir={tmp_path}/cache',
-                     '--batch_size=8', '--max_length=64', '--pack_len=128', '--max_steps=4'],
-        'evaluate.py': [*common, f'--tasks=mmlu:{tmp_path / "mmlu"}']}
+    runs = {'train.py': [*common, f'--data={tmp_path}/mmlu/test.jsonl', f'--cache_dir={tmp_path}',
+                         '--batch_size=8', '--max_length=64', '--pack_len=128', '--max_steps=4'],
+            'evaluate.py': [*common, f'--tasks=mmlu:{tmp_path}/mmlu']}
     name, _, _ = program.partition(' ')
     code = program if name == 'import' else f'import {name[:-3]}\n{name[:-3]}.main({runs[name]})'
     done = subprocess.run([sys.executable, '-c', f"""{code}

@@ -20,8 +20,6 @@ import stats
 from research.papers import outlier_exposure
 
 MEASURES = {measure.key: measure for measure in metrics.MEASURES}
-OF_PREDICTION = [x.function for x in metrics.MEASURES if x.needs == 'prediction']
-OF_OPTIONS = [x.function for x in metrics.MEASURES if x.needs != 'prediction']
 # tolerance -> case -> values of other libraries; 1e-6 for those in float32
 GOLDEN = json.loads((Path(__file__).parent / 'golden_metrics.json').read_text())
 small = settings(max_examples=30, deadline=None, derandomize=True)
@@ -58,14 +56,6 @@ def test_metrics_equal_golden_values(tolerance):
             assert value == pytest.approx(case['value'], rel=0, abs=float(tolerance)), (name, case)
 
 
-def test_ace_with_equal_weights_is_equation_4():
-    probs, labels = calibration_case(3, 61, 5, 1.5, 1.0)    # the ranges have 4 or 5 rows
-    sizes = np.diff([round(r * 61 / 15) for r in range(16)])
-    gaps = [abs((labels[rows] == k).mean() - probs[rows, k].mean()) for k in range(5)
-            for rows in np.split(np.argsort(probs[:, k]), np.cumsum(sizes)[:-1])]
-    assert metrics.ace(probs, labels, equal_weights=True) == exactly(np.mean(gaps))
-
-
 @st.composite
 def predictions(draw, ragged):
     """probs [N, K], labels [N], options per row [N]; ragged: 1 to K of them, zero-padded."""
@@ -98,8 +88,7 @@ def test_neither_the_order_of_rows_nor_noise_of_rounding_changes_a_number(case, 
         assert_equal_numbers(metrics.report(noisy, outcomes), expected)
         assert_equal_numbers(metrics.bins(noisy, outcomes), metrics.bins(values, outcomes))
         order = random.permutation(len(labels))
-        for key, value in metrics.report(values[order], outcomes[order]).items():
-            assert value == pytest.approx(expected[key], rel=0, abs=1e-12, nan_ok=True), key
+        assert_equal_numbers(metrics.report(values[order], outcomes[order]), expected)
 
 
 @pytest.mark.parametrize('dtype', [np.float64, np.float32])
@@ -119,32 +108,14 @@ def test_a_confidence_on_a_bin_edge_counts_in_the_bin_below(dtype):
 
 
 def test_probabilities_that_differ_by_a_rounding_are_tied():
-    below, above, correct = 0.6 - 5e-17, 0.6 + 1.2e-16, np.array([True, False])
-    assert below < above
-    for c in ([below, above], [above, below]):
-        assert metrics.bins(c, correct)['count'][5] == 2
-        assert metrics.ece_equal_mass(c, correct) == metrics.ks_error(c, correct) == exactly(0.1)
-        assert metrics.auroc(c, correct) == 0.5 and metrics.aurc(c, correct) == 0.5
     # the first of tied options is predicted, though the second is larger by a rounding
     assert metrics.accuracy(np.full((4, 4), 0.25), [0, 0, 1, 3]) == 0.5
     assert metrics.accuracy([[0.4, 0.4 + 1e-16, 0.2]], [0]) == 1
     assert metrics.accuracy([[0.4, 0.4 + 1e-11, 0.2]], [1]) == 1
-    assert metrics.auroc([0.6, 0.6 + 2e-12], correct) == 0      # two rows 2e-12 apart are two
+    assert metrics.auroc([0.6, 0.6 + 2e-12], [1, 0]) == 0      # two rows 2e-12 apart are two
     assert metrics.tace([[0.99, 0.01], [0.99, 0.01 + 1e-17]], [1, 1]) == exactly(0.99 / 2)
     # 0, not -0, in the printed report
     assert math.copysign(1, metrics.report([[1.0, 0.0]], [1])['entropy_bits']) == 1
-
-
-def test_metrics_of_the_prediction_need_confidences_alone_and_correct_may_be_0_and_1():
-    probs, labels = golden_case('small_4')
-    confidence, correct = probs.max(1), probs.argmax(1) == labels
-    for metric in (*OF_PREDICTION, metrics.bins):
-        expected = metric(probs, labels)
-        for same in (correct, correct.astype(np.uint8), correct.astype(float).tolist()):
-            np.testing.assert_equal(metric(confidence, same), expected)
-    for metric in OF_OPTIONS:
-        with pytest.raises(ValueError, match='probs must be .N, K. with N, K >= 1, not of shape'):
-            metric(confidence, correct)
 
 
 def test_nll_of_scores_has_no_floor():
@@ -203,13 +174,28 @@ def test_bad_predictions_are_refused(arguments, message):
             metric(*arguments[:2], **n_options)
 
 
-def test_aurc_is_the_mean_over_orders_of_tied_rows():
-    confidence = np.array([0.9, 0.7, 0.7, 0.7, 0.6, 0.6])
+def test_ranking_metrics_are_means_over_the_orders_of_tied_rows():
+    confidence, k = np.array([0.9, 0.7, 0.7, 0.7, 0.6, 0.6]), np.arange(1, 7)
     correct = np.array([True, False, True, True, False, True])
-    orders = [[*order] for order in itertools.permutations(range(6))
-              if (np.diff(confidence[[*order]]) <= 0).all()]
-    risks = [(np.cumsum(~correct[order]) / np.arange(1, 7)).mean() for order in orders]
-    assert len(risks) == 12 and metrics.aurc(confidence, correct) == exactly(np.mean(risks))
+    orders = [order for order in map(list, itertools.permutations(range(6)))
+              if (np.diff(confidence[order]) <= 0).all()]
+    assert len(orders) == 12
+    curve = np.mean([np.cumsum(correct[order]) / k for order in orders], 0)
+    acc, best = curve[-1], (np.minimum(k, 4) / k).mean()
+    assert metrics.aurc(confidence, correct) == exactly(1 - curve.mean())
+    assert metrics.prr(confidence, correct) == exactly((curve.mean() - acc) / (best - acc))
+    for share, accuracy in zip(k / 6, curve, strict=True):
+        assert metrics.accuracy_at_coverage(confidence, correct, share) == exactly(accuracy)
+        assert metrics.coverage_at_accuracy(confidence, correct, accuracy) == max(
+            k[curve >= accuracy - 1e-9]) / 6
+    assert metrics.coverage_at_accuracy(confidence, correct[::-1]) == 1 / 6     # at 0.9
+    assert metrics.coverage_at_accuracy(confidence, ~correct) == 0
+    assert metrics.accuracy_at_coverage(confidence, correct) == exactly(curve[2])   # of the half
+    for n in range(2, 30):      # all in random order
+        right = np.arange(n) < (n + 1) // 3
+        assert metrics.prr(np.full(n, 0.5), right) == 0
+        assert metrics.auroc(np.full(n, 0.5), right) == 0.5
+    assert math.isnan(metrics.prr([0.5, 0.6], [True, True]))
 
 
 def test_kappa_is_the_agreement_beyond_chance():
@@ -228,6 +214,7 @@ def test_the_best_temperature_has_no_slope_in_float64():
         scores[:, -1] = np.where((targets[:, -1] == 0) & (i % 3 == 0), -np.inf, scores[:, -1])
         finite = np.where(np.isfinite(scores), scores, 0)
         t = metrics.best_temperature(scores, targets)
+        assert i % 2 or t == scaling.fit_temperature(scores, targets.argmax(1))
         lower, at, higher = (((metrics.softmax(scores, t * x) - targets) * finite).sum()
                              for x in (0.99, 1, 1.01))
         if 0.001001 < t < 999:
@@ -241,25 +228,6 @@ def test_brier_skill_compares_with_the_accuracy_as_confidence():
     literal = 1 - ((confidence - correct) ** 2).mean() / ((0.5 - correct) ** 2).mean()
     assert metrics.brier_skill(confidence, correct) == exactly(literal)
     assert math.isnan(metrics.brier_skill(confidence, [True] * 4))
-
-
-def test_prr_is_the_share_of_the_area_between_a_random_and_the_best_order():
-    rng = np.random.default_rng(0)
-    correct = rng.random(30) < 0.6
-
-    def area(order):
-        return np.mean([correct[order[:k]].mean() for k in range(1, 31)])
-
-    for confidence in (rng.random(30), np.where(correct, 0.9, 0.2), np.where(correct, 0.2, 0.9)):
-        confidence = confidence + 1e-6 * np.arange(30)
-        expected = (area(np.argsort(-confidence)) - correct.mean()) / (
-            area(np.argsort(~correct, kind='stable')) - correct.mean())
-        assert metrics.prr(confidence, correct) == exactly(expected)
-    for n in range(2, 30):      # ties are in random order
-        right = np.arange(n) < (n + 1) // 3
-        assert metrics.prr(np.full(n, 0.5), right) == 0
-        assert metrics.auroc(np.full(n, 0.5), right) == 0.5
-    assert math.isnan(metrics.prr([0.5, 0.6], [True, True]))
 
 
 def test_bas_is_the_mean_utility_over_thresholds():
@@ -365,7 +333,7 @@ def literal_ece(gaps, bins):
 @given(predictions(ragged=True), st.integers(1, 20))
 def test_class_wise_metrics_count_only_rows_that_have_the_option(case, n_bins):
     probs, labels, n_options = case
-    static, adaptive = [], []
+    static, adaptive, equal = [], [], []
     for k in range(n_options.max()):
         rows = n_options > k
         p, gaps = probs[rows, k], probs[rows, k] - (labels[rows] == k)
@@ -376,8 +344,10 @@ def test_class_wise_metrics_count_only_rows_that_have_the_option(case, n_bins):
         ranges = np.split(np.sort(p), [round(r * len(p) / n) for r in range(1, n)])
         bins = [next(r for r, values in enumerate(ranges) if c in values) for c in p]
         adaptive.append(literal_ece(gaps, bins))
+        equal.append(sum(abs(gaps[np.equal(bins, b)].mean()) for b in {*bins}) / n)
     assert metrics.sce(probs, labels, n_bins, n_options) == exactly(np.mean(static))
     assert metrics.ace(probs, labels, n_bins, n_options) == exactly(np.mean(adaptive))
+    assert metrics.ace(probs, labels, n_bins, n_options, True) == exactly(np.mean(equal))
 
 
 def literal_sets(probs, labels, n_options, method, alpha):
@@ -424,26 +394,21 @@ def test_the_table_of_measures_is_what_a_report_holds():
     assert [*result] == ['n', *MEASURES] and len(MEASURES) == len(metrics.MEASURES)
     assert len({measure.title for measure in metrics.MEASURES}) == len(MEASURES)
     assert result['n'] == 150 and json.loads(json.dumps(result)) == result
+    alone = probs.max(1), (probs.argmax(1) == labels).astype(float).tolist()
     for key, measure in MEASURES.items():
         value = measure.function(probs, labels)
+        if measure.needs == 'prediction':
+            np.testing.assert_equal(measure.function(*alone), value)
+        else:
+            with pytest.raises(ValueError, match='probs must be .N, K. with N, K >= 1, not of sh'):
+                measure.function(*alone)
         if isinstance(value, (dict, tuple)):
             value = value[key if measure.part is None else measure.part]
         assert result[key] == exactly(value), key
         assert type(result[key]) is (int if key == 'mce_count' else float)
         assert {*measure.tables} <= {*metrics.ALL_TABLES}
-    alone = metrics.report(*metrics.top_label(probs, labels))
-    assert [*alone] == ['n', *(x.key for x in metrics.MEASURES if x.needs == 'prediction')]
-
-
-def test_a_report_shows_the_accuracy_of_the_surer_half_and_the_coverage_at_90_percent():
-    confidence = np.array([0.9, 0.8, 0.8, 0.7, 0.6])
-    result = metrics.report(confidence, [1, 1, 0, 1, 0])
-    assert result['accuracy_at_coverage'] == exactly(2 / 3)     # of ceil(5 / 2) rows
-    assert result['coverage_at_accuracy'] == 0.2
-    assert metrics.coverage_at_accuracy(confidence, [1, 1, 0, 1, 0], 0.6) == 1     # just reached
-    assert metrics.coverage_at_accuracy(confidence, [0, 0, 0, 0, 1]) == 0
-    # of the two rows that tie, each may be the second
-    assert metrics.accuracy_at_coverage(confidence, [1, 1, 0, 1, 0], 0.4) == exactly(0.75)
+    assert [*metrics.report(*alone)] == [
+        'n', *(x.key for x in metrics.MEASURES if x.needs == 'prediction')]
 
 
 @pytest.mark.parametrize('dtype, off, refused', [

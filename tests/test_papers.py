@@ -300,14 +300,11 @@ def test_the_appendix_has_the_better_smoothing_bold_and_italic_if_significant(tm
     assert cells['Alpaca', 'Gemma2-2B', '0.1'] == ['0.100', '0.100', bold, bold]
 
 
-def tables_of_languages(languages, out):
-    """Return {name: lines} of the multilingual tables of an evaluation in a few languages."""
-    return {name: lines for name, _, lines in multilingual.tables(
-        settings(out_dir=str(out), changes=[f'--eval.languages={languages}']))}
-
-
 def test_tables_of_a_few_languages_or_one_are_of_these_languages(tmp_path, monkeypatch):
-    lines = tables_of_languages('de,en,sw', 'nowhere')
+    def tables(languages):
+        return {name: lines for name, _, lines in multilingual.tables(
+            settings(out_dir=str(tmp_path), changes=[f'--eval.languages={languages}']))}
+    lines = tables('de,en,sw')
     column = lines['global_mmlu'][0].index('accuracy (paper, its own settings)')
     assert not any(line[column] for line in lines['global_mmlu'][1:])       # the pool of 42
     printed = multilingual_printed.printed_numbers()
@@ -319,7 +316,7 @@ def test_tables_of_a_few_languages_or_one_are_of_these_languages(tmp_path, monke
     monkeypatch.setattr(multilingual, 'measured', lambda folder, task: {'pooled': dict.fromkeys(
         (*multilingual.PRINTED, 'rmsce'), 0.125)} if folder.endswith('Gemma2-2B/base') else {})
     with ownership.lock(tmp_path):
-        lines = tables_of_languages('yo', tmp_path)
+        lines = tables('yo')
     for name in ('global_mmlu_classes', 'global_mmlu_languages', 'mmlu_prox_languages'):
         assert [line[:5] for line in lines[name] if line[4] == '0.125'] == [
             ('low' if 'classes' in name else 'yo', 'Gemma2-2B', 'base', '', '0.125')]
@@ -390,16 +387,12 @@ def test_every_printed_row_has_a_setting_of_its_own_and_the_numbers_of_the_paper
 
 # Questions that runs and languages share
 
-def random_predictions(random, n):
-    return report.Predictions(random.dirichlet(np.ones(4), n), random.integers(4, size=n))
-
-
 def test_resampled_metrics_are_those_of_the_drawn_questions_in_every_language():
     random = np.random.default_rng(0)
-    names = [f'q{i:02}' for i in range(30)]
-    groups = {'en': (names, random_predictions(random, 30)),
-              # another order, and fewer
-              'sw': (names[::-1][:20], random_predictions(random, 20))}
+    names, rows = [f'q{i:02}' for i in range(30)], np.arange(50)
+    p = report.Predictions(random.dirichlet(np.ones(4), 50), random.integers(4, size=50))
+    groups = {'en': (names, p.at(rows[:30])),
+              'sw': (names[::-1][:20], p.at(rows[30:]))}      # another order, and fewer
     ids, values = multilingual.resample(groups, 5, seed=3)
     assert ids == names
     again = np.random.default_rng(3)
@@ -414,9 +407,6 @@ def test_resampled_metrics_are_those_of_the_drawn_questions_in_every_language():
             expected = metrics.report(*part)
             for key, (value, resampled) in values[language].items():
                 assert [value, *resampled][r] == pytest.approx(expected[key], abs=1e-12)
-
-
-def test_runs_of_other_questions_have_no_p():
-    random = np.random.default_rng(3)
-    a, b = ({'en': (names, random_predictions(random, 3))} for names in ('abc', 'abd'))
-    assert multilingual.p_values(*(multilingual.resample(x, 4) for x in (a, b))) == {}
+    # runs of other questions have no p
+    other = multilingual.resample({'en': (['q', *names[1:]], groups['en'][1])}, 5)
+    assert multilingual.p_values((ids, values), other) == {}

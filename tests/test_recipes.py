@@ -55,19 +55,15 @@ def top_level(lines):
             if hasattr(node, 'name') or isinstance(node, ast.Assign)}
 
 
-def with_row(lines, last, block):
-    """Return line number `last`, the end of a table, with a row before the closing brackets."""
-    line = lines[last - 1].rstrip()
-    for n in (1, 2):        # {rows}, or {... for x in (rows)}
-        rows, brackets = line[:-n], line[-n:]
-        comma = ',' if rows.strip() and not rows.endswith(',') else ''
-        longer = f'{rows}{comma}\n{block}{brackets}\n'
-        try:
-            ast.parse(''.join([*lines[:last - 1], longer]))
-            return longer
-        except SyntaxError:
-            pass
-    raise AssertionError(f'no row can be added before the end of {line!r}')
+def add_rows(lines, name, block):
+    """Add rows before the bracket that closes a table, or the tuple of {... for x in (rows)}."""
+    table = top_level(lines)[name].value
+    if isinstance(table, ast.DictComp):
+        table = table.generators[0].iter
+    last, end = table.end_lineno - 1, table.end_col_offset - 1
+    rows, brackets = lines[last][:end], lines[last][end:]
+    comma = ',' if rows.strip() and not rows.endswith(',') else ''
+    lines[last] = f'{rows}{comma}\n{block}{brackets}'
 
 
 def apply(text, root):
@@ -77,18 +73,14 @@ def apply(text, root):
     for i, (file, kind, name, block) in enumerate(edits):
         block, lines = textwrap.dedent(block), (root / file).read_text().splitlines(keepends=True)
         if kind == 'to':
-            last = top_level(lines)[name].end_lineno
-            lines[last - 1] = with_row(lines, last, textwrap.indent(block, '    '))
+            add_rows(lines, name, textwrap.indent(block, '    '))
         elif kind in ('end', 'last'):
             body = top_level(lines)[name].body
             first = body[-1].lineno - 1 if kind == 'last' else body[-1].end_lineno
             lines[first:body[-1].end_lineno] = [textwrap.indent(block, '    ')]
         else:
             table = next(step[2] for step in edits[i:] if step[0] == file and step[1] == 'to')
-            first = top_level(lines)[table].lineno - 1
-            while lines[first - 1].startswith('#'):
-                first -= 1
-            lines.insert(first, f'{block}\n\n')
+            lines.insert(top_level(lines)[table].lineno - 1, f'{block}\n\n')
         (root / file).write_text(''.join(lines))
 
 

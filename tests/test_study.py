@@ -9,7 +9,7 @@ import os
 import re
 import runpy
 import sys
-from dataclasses import asdict, fields, is_dataclass, replace
+from dataclasses import is_dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,7 +20,7 @@ from common import HERE, llama_config, log_of, recorded, results_of, write_run
 
 import metrics
 import model as models
-from compare import scaling, significance
+from compare import scaling
 import stats
 import world
 from results.report import predictions
@@ -47,8 +47,7 @@ def settings(config):
     A key that the program has got since must have its default of today.
     """
     recorded, today, different = DEFAULTS[type(config).__name__], type(config)(), {}
-    for key in (field.name for field in fields(config)):
-        value = getattr(config, key)
+    for key, value in vars(config).items():
         if key not in recorded:
             assert value == getattr(today, key), key
             continue
@@ -138,32 +137,17 @@ def test_bins_of_two_runs_are_those_of_their_questions_together(tmp_path):
         assert np.allclose(together[key], expected[key], equal_nan=True)
 
 
-def test_differences_at_equal_accuracy():
-    reference = np.array([[0.4, 0.5, 0.6], [0.3, 0.2, 0.0]])
-    half = np.array([[0.5, 0.6], [0.1, 0.0]])       # both reach 0.5 to 0.6: 0.1 less, then equal
-    apart = np.array([[0.6, 0.7], [0.1, 0.0]])
-    for curve, expected in ((reference[:, ::-1] - [[0], [0.01]], -0.01), (half, -0.05),
-                            (apart, np.nan), (np.full((2, 3), np.nan), np.nan)):
-        assert claims.at_equal(curve[..., None], reference[..., None]) == pytest.approx(
-            [expected], nan_ok=True)
-    assert claims.p_of(np.array([0.1, np.nan, 0.1])) == 1
-
-
-def test_the_interval_of_a_ratio_ends_where_a_t_test_does():
+def test_a_ratio_to_what_may_be_0_has_no_interval():
     x, y = np.random.default_rng(1).normal([[3.0], [2.0]], 0.3, (2, 5))
-    low, high = loss_tables.ratio_interval(x, y)
-    assert low < x.mean() / y.mean() < high
-    for end in (low, high):
-        assert significance.student_t(x - end * y)[2] == pytest.approx(0.05, abs=1e-6)
     assert loss_tables.ratio_interval(x, y - y.mean()) is None
 
 
 # A small study from worlds to tables
 
-SMALL_WORLD = StudySpec(**asdict(runs.WORLD) | dict(
-    entities=500, unseen=20, first_names=40, family_names=40, documents=300,
+SMALL_WORLD = replace(
+    runs.WORLD, entities=500, unseen=20, first_names=40, family_names=40, documents=300,
     tokenizer_documents=300, vocab_sizes=(700,), instructions=80, questions=12,
-    unseen_questions=6, validation=12, probes=10))
+    unseen_questions=6, validation=12, probes=10)
 
 
 def small(cfg):
@@ -299,35 +283,15 @@ def test_a_failed_run_does_not_stop_those_side_by_side(tmp_path, capsys, monkeyp
 
 # How metrics agree
 
-def literal_tau(x, y):
-    """tau-b, pair by pair."""
-    pairs = [(np.sign(x[i] - x[j]), np.sign(y[i] - y[j]))
-             for i, j in itertools.combinations(range(len(x)), 2)]
-    untied = [sum(pair[k] != 0 for pair in pairs) for k in (0, 1)]
-    return sum(a * b for a, b in pairs) / np.sqrt(untied[0] * untied[1])
-
-
-def test_kendall_is_tau_b_of_the_runs_that_have_both():
-    rng = np.random.default_rng(0)
-    for rounded in (np.asarray, np.round):      # without ties and with them
-        x, y = rng.normal(size=(2, 25))
-        x, y = rounded(x), rounded(x + y)
-        tau, low, high, n = metrics_agree.kendall(x, y, 200)
-        assert tau == pytest.approx(literal_tau(x, y), abs=1e-12) and low < tau < high and n == 25
-        draw = np.random.default_rng(0).integers(25, size=(200, 25))
-        resampled = [literal_tau(x[rows], y[rows]) for rows in draw]
-        assert (low, high) == pytest.approx(np.quantile(resampled, (0.025, 0.975)), abs=1e-9)
-        x[:5], y[20:] = np.nan, np.nan
-        assert metrics_agree.kendall(x, y, 10)[0] == pytest.approx(
-            literal_tau(x[5:20], y[5:20]), abs=1e-12)
-    assert np.isnan(metrics_agree.kendall(np.ones(4), np.arange(4.0), 10)[:3]).all()
-
-
 def test_the_agreement_of_metrics_follows_from_the_committed_numbers():
-    """tau to all digits; the intervals are of resamples and are left out, for time."""
-    expected = {(x['task'], frozenset((x['a'], x['b']))): (x['runs'], x['tau'])
-                for x in claims.read_csv(metrics_agree.RESULTS / 'metrics_agree' / 'agree.csv')}
+    """tau to all digits; the intervals are of resamples: only the first, for time."""
+    rows = claims.read_csv(metrics_agree.RESULTS / 'metrics_agree' / 'agree.csv')
+    expected = {(x['task'], frozenset((x['a'], x['b']))): (x['runs'], x['tau']) for x in rows}
     values, binned = metrics_agree.committed()
+    first = metrics_agree.kendall(
+        *metrics_agree.table_of(values[rows[0]['task']], (rows[0]['a'], rows[0]['b'])))
+    assert [f'{x:.5f}' for x in first[:3]] == [rows[0][key] for key in ('tau', 'low', 'high')]
+    assert np.isnan(metrics_agree.kendall(np.ones(4), np.arange(4.0), 10)[:3]).all()
     found = {}
     for task, numbers in values.items():
         keys, (tau, _, _, n_runs) = metrics_agree.agreements(numbers, 1)
