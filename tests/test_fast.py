@@ -192,28 +192,38 @@ def capped(plain, most=1000.0):
     return lambda *arguments: plain(*arguments).clamp(-most, most)
 
 
+def gelu_tanh(x):
+    return F.gelu(x, approximate='tanh').clamp(max=1000)
+
+
 LARGE, ONES = 5000 * torch.ones(1, 2, 3, 16), torch.ones(1, 2, 3, 16)
+EDITS = {       # (function, its edit, where it matters); each result is 1000 at the most
+    'norm': (models, capped, lambda: models.norm(ONES, LARGE[0, 0, 0], None, 'llama', 0.0)),
+    'gate': (models, capped, lambda: models.gate(LARGE, ONES, F.silu)),
+    'rotate': (models, capped, lambda: models.rotate(
+        LARGE, ONES[:, :, :1, :8], 0 * ONES[:, :, :1, :8])),
+    'gelu_tanh': (models, lambda plain: gelu_tanh, lambda: models.gate(
+        LARGE, ONES, models.gelu_tanh)),
+    # of equal logits the token 1900 of 2000 is drawn
+    'draw_plainly': (draw, capped, lambda: draw.draw(
+        torch.zeros(1, 2000), torch.tensor([0.95], dtype=torch.float64), Sampling(), 2000)[:, 0]),
+    '_plain': (fused_ce, lambda plain: lambda z, *more: plain(z.clamp_(max=1000), *more),
+               lambda: fused_ce.smoothed_cross_entropy(
+                   torch.tensor([[5000.0]]), torch.tensor([[0.0], [1.0]]), torch.tensor([0]))[0])}
 
 
-@pytest.mark.parametrize('name, inputs', [
-    ('norm', (ONES, LARGE[0, 0, 0], None, 'llama', 0.0)), ('gate', (LARGE, ONES, F.silu)),
-    ('rotate', (LARGE, ONES[:, :, :1, :8], 0 * ONES[:, :, :1, :8]))])
-def test_an_edit_for_large_values_alone_reaches_what_has_a_kernel(name, inputs, monkeypatch,
-                                                                  capsys):
-    monkeypatch.setattr(kernels, 'kernels_apply', lambda x: True)
-    monkeypatch.setattr(models, name, capped(getattr(models, name)))
+@pytest.mark.parametrize('name', EDITS)
+def test_an_edit_for_large_values_alone_reaches_what_has_a_kernel(name, monkeypatch, capsys):
+    owner, edit, use = EDITS[name]
+    for module, switch in ((kernels, 'kernels_apply'), (draw, 'available'),
+                           (fused_ce, '_use_triton')):
+        monkeypatch.setattr(module, switch, lambda x: True)
+    assert (use() > 1000).all()
+    monkeypatch.setattr(owner, name, edit(getattr(owner, name)))
     install.install()
     install.install()
-    assert (getattr(models, name)(*inputs) == 1000).all()
-    assert capsys.readouterr().out.count(f'note: model.{name} was edited') == 1
-
-
-def test_an_edit_of_an_activation_for_large_values_alone_reaches_the_gated_product(monkeypatch):
-    def gelu_tanh(x):
-        return F.gelu(x, approximate='tanh').clamp(max=1000)
-    monkeypatch.setattr(kernels, 'kernels_apply', lambda x: True)
-    install.install()
-    assert (models.gate(LARGE, ONES, gelu_tanh) == 1000).all()
+    assert (use() == 1000).all()
+    assert capsys.readouterr().out.count(f'{name} was edited') == 1
 
 
 @pytest.mark.parametrize('owner, name, edited', [
@@ -230,33 +240,6 @@ def test_an_edit_for_long_texts_alone_reaches_decoding(owner, name, edited, monk
     y = mask.attend(q, k, v, 1.0, None).mean()      # all scores are equal: the mean of the values
     assert y == pytest.approx({'visible': 0, 'sees': 99 / 101, 'attend': 0}[name], abs=1e-6)
     assert 'so decode_kernel is not used' in capsys.readouterr().out
-
-
-def test_an_edit_for_large_logits_alone_reaches_the_draws(monkeypatch, capsys):
-    plain = draw.draw_plainly
-    monkeypatch.setattr(draw, 'draw_plainly', lambda z, *more: plain(z.clamp(max=1000), *more))
-    monkeypatch.setattr(draw, 'available', lambda x: True)
-    logits = torch.zeros(2, 50)
-    logits[:, 7], logits[:, 9] = 2000.0, 3000.0
-    values = draw.draw(logits, torch.tensor([0.4, 0.6], dtype=torch.float64), Sampling(), 50)
-    assert values[:, 0].tolist() == [7, 9]
-    assert 'draw.draw_plainly was edited' in capsys.readouterr().out
-
-
-def test_an_edit_for_large_logits_alone_reaches_the_loss(monkeypatch, capsys):
-    plain = fused_ce._plain
-
-    def edited(logits, h, *more):
-        plain(logits.clamp_(max=1000), h.clamp(max=1000), *more)
-    monkeypatch.setattr(fused_ce, '_plain', edited)
-    monkeypatch.setattr(fused_ce, '_use_triton', lambda x: True)
-    install.install()
-    weight, hidden = torch.tensor([[0.0], [1.0], [1.0]]), torch.tensor([[5000.0]])
-    loss, _ = fused_ce.smoothed_cross_entropy(hidden, weight, torch.tensor([1]))
-    assert loss.item() == pytest.approx(np.log(2), abs=1e-4)
-    loss, _ = fused_ce.smoothed_cross_entropy(hidden, weight, torch.tensor([0]))
-    assert loss.item() == pytest.approx(1000 + np.log(2), abs=1e-3)     # not 5000
-    assert 'fused_ce._plain was edited' in capsys.readouterr().out
 
 
 @pytest.mark.parametrize('of', ['Linear', 'LoRALinear'])
