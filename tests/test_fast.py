@@ -5,6 +5,7 @@ An edit that matters only for distant tokens, large values or long inputs change
 
 import functools
 import importlib.util
+import itertools
 import subprocess
 import sys
 from pathlib import Path
@@ -167,6 +168,9 @@ def within(distance):
     return sees
 
 
+WAYS = ('auto', 'explicit', 'flex', 'tree'), (False, True)      # kind, compiled
+
+
 @pytest.mark.parametrize('distance, T, window', [
     (100, 128, None), (200, 512, None), (400, 1024, None), (100, 130, 5000), (700, 1000, 800)])
 def test_an_edited_rule_holds_in_every_mask_however_far_away_it_matters(distance, T, window,
@@ -176,14 +180,21 @@ def test_an_edited_rule_holds_in_every_mask_however_far_away_it_matters(distance
         monkeypatch.setattr(kernels, name, lambda x: True)
     positions = torch.arange(T)[None]
     gap = positions.mT - positions
-    for kind in ('auto', 'explicit', 'flex', 'tree'):
-        for ends in (None, torch.full_like(positions, T)):
-            for compiled in (False, True):
-                mask, = masks_of(kind, positions, ends, window, compiled)
-                assert type(mask) is ExplicitMask
-                assert torch.equal(mask.visible[0, 0], (gap >= 0) & (gap < distance))
+    for kind, compiled, ends in itertools.product(*WAYS, (None, torch.full_like(positions, T))):
+        mask, = masks_of(kind, positions, ends, window, compiled)
+        assert type(mask) is ExplicitMask
+        assert torch.equal(mask.visible[0, 0], (gap >= 0) & (gap < distance))
     assert 'attention.sees was edited or replaced' in capsys.readouterr().out
     assert cache.keys_to_keep(window, T) == T
+
+
+def test_an_edit_of_attend_reaches_every_mask(monkeypatch, capsys):
+    monkeypatch.setattr(ExplicitMask, 'attend', capped(ExplicitMask.attend))
+    monkeypatch.setattr(kernels, 'available', lambda x: True)
+    index = torch.arange(20)[None]
+    for kind, compiled in itertools.product(*WAYS):
+        assert type(*masks_of(kind, index, index + 20, None, compiled)) is ExplicitMask
+    assert 'ExplicitMask.attend was edited' in capsys.readouterr().out
 
 
 # ---- Edits of other functions that matter only for large values or long inputs -------------------

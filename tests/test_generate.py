@@ -115,29 +115,25 @@ def test_the_decode_kernel_equals_the_plain_version(softcap, size, hd, group, sp
                                                     tolerance, monkeypatch):
     """Lengths around the borders of blocks and splits; in the smaller caches entries are reused."""
     torch.manual_seed(0)
-    device = KERNEL_DEVICE
     monkeypatch.setattr(kernels, 'SPLIT', split)
-    positions = torch.tensor([0, 1, 63, 64, 255, 256, 1250], device=device)
+    positions = torch.tensor([0, 1, 63, 64, 255, 256, 1250], device=KERNEL_DEVICE)
     B, K = len(positions), 2
-    cache = Cache(B + 3, K, size, hd, torch.zeros(1, device=device, dtype=dtype), size)
-    for values in (cache.k, cache.v):
-        values.normal_()
-    caches = cache, copy.deepcopy(cache)
-    slots = torch.randperm(B + 3, device=device)[:B]
-    q, k, v = (torch.randn(B, heads, 1, hd, device=device).to(dtype)
-               for heads in (K * group, K, K))
-    q = q * 30 if size > 1000 else q
-    plain, kernel = (DecodeMask(cache, slots, positions, 1500, by_kernel)
-                     for cache, by_kernel in zip(caches, (False, True)))
-    expected = plain.attend(q, k, v, 0.3, softcap)
-    out = decode_kernel(kernel, q, k, v, 0.3, softcap)
+    like = torch.zeros(1, device=KERNEL_DEVICE, dtype=dtype)
+    stored = Cache(B + 3, K, size, hd, like, size)
+    stored.k.normal_()
+    stored.v.normal_()
+    plain = copy.deepcopy(stored)
+    slots = torch.randperm(B + 3).to(KERNEL_DEVICE)[:B]
+    q, k, v = (torch.randn(B, heads, 1, hd).to(like) for heads in (K * group, K, K))
+    inputs = q * 30 if size > 1000 else q, k, v, 0.3, softcap
+    expected = DecodeMask(plain, slots, positions, 1500).plainly(*inputs)
+    out = decode_kernel(DecodeMask(stored, slots, positions, 1500), *inputs)
     assert torch.allclose(out, expected, atol=tolerance, rtol=5 * tolerance)
-    for name in 'kv':
-        assert torch.equal(getattr(caches[0], name), getattr(caches[1], name))
+    assert torch.equal(plain.k, stored.k) and torch.equal(plain.v, stored.v)
     for b in (0, 3, 6):     # bitwise the same alone, and with more splits than are needed
-        one = DecodeMask(caches[1], slots[b:b + 1], positions[b:b + 1], int(positions[b]) + 1)
-        assert torch.equal(decode_kernel(one, q[b:b + 1], k[b:b + 1], v[b:b + 1], 0.3, softcap),
-                           out[b:b + 1])
+        one = DecodeMask(stored, slots[b:b + 1], positions[b:b + 1], int(positions[b]) + 1)
+        alone = decode_kernel(one, *(x[b:b + 1] for x in inputs[:3]), 0.3, softcap)
+        assert torch.equal(alone, out[b:b + 1])
 
 
 # ---- Drawing -------------------------------------------------------------------------------------

@@ -7,13 +7,12 @@ import sys
 
 import pytest
 import torch
-from common import HERE, documents, lora_model, reference_model, whole_rows, uninstall
+from common import HERE, documents, lora_model, reference_model, whole_rows
 
 import model as models
-from attention import ExplicitMask, visible_keys
+from attention import visible_keys
 from data import packing
 from runtime import checkpoint, saving
-from speed import install, kernels
 from speed.masks import in_order, visible_blocks
 
 
@@ -82,22 +81,6 @@ def test_blocks_of_a_mask_hold_what_each_token_sees(T, M, N, window):
             assert blocks[:n].tolist() == row.nonzero().flatten().tolist()
 
 
-def test_an_edit_of_attention_reaches_compiled_blocks(tmp_path, monkeypatch, capsys):
-    reference_model('llama', tmp_path, head_dim=16)
-    model, tokens = checkpoint.load(tmp_path), torch.randint(0, 211, (1, 20))
-    positions, ends = whole_rows(tokens)
-    attend = ExplicitMask.attend
-    monkeypatch.setattr(ExplicitMask, 'attend', lambda *inputs: 1.5 * attend(*inputs))
-    expected = model(tokens, positions, ends)
-    for layer in model.decoder.layers:
-        layer.compile(backend='eager')
-    install.install()
-    monkeypatch.setattr(kernels, 'available', lambda x: True)    # as on a GPU
-    assert torch.allclose(model(tokens, positions, ends), expected, atol=1e-5)
-    assert 'ExplicitMask.attend was edited' in capsys.readouterr().out
-    uninstall()
-
-
 # Triton kernels compile for a Hopper GPU, which need not be there.
 COMPILE = """
 import sys
@@ -106,10 +89,18 @@ from decoding import draw
 from speed import kernels
 from triton.backends.compiler import GPUTarget
 
-def compile(kernel, constants, warps=4, **types):
+# {type: names of arguments, without _ptr}; others are pointers to float32, or integers
+FORWARD = {'fp32': 'eps scale softcap', '*i32': 'position end block full seen',
+           '*bf16': 'x weight bias out cos sin gate up q k v y'}
+DECODING = {'fp32': 'scale softcap inverse', '*i64': 'slot position', '*fp64': 'uniform'}
+LOSS = {'*fp32': 'z_y lse scale a b c e f t sum_z sum_p2 entropy top_logit factor',
+        'fp32': 'softcap', '*bf16': 'logits hidden weight x', '*i64': 'target', '*i32': 'top_token'}
+
+def compile(kernel, warps, types, **constants):
+    types = {name: kind for kind, names in types.items() for name in names.split()}
     constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
-    signature = {name: 'constexpr' if name in constants else types.get(
-        name, '*fp32' if name.endswith('_ptr') else 'i32') for name in kernel.arg_names}
+    signature = {name: 'constexpr' if name in constants else types.get(name.removesuffix(
+        '_ptr'), '*fp32' if name.endswith('_ptr') else 'i32') for name in kernel.arg_names}
     source = triton.compiler.ASTSource(kernel, signature, {
         (kernel.arg_names.index(name),): value for name, value in constants.items()})
     shared = triton.compile(source, target=GPUTarget('cuda', 90, 32),
@@ -117,46 +108,31 @@ def compile(kernel, constants, warps=4, **types):
     assert shared < 227 * 1024, (kernel.__name__, constants, shared)
 
 def decoding():
-    scores = {'scale': 'fp32', 'softcap': 'fp32', 'slot_ptr': '*i64', 'position_ptr': '*i64'}
-    for dtype, width, warps in (('bf16', 64, 2), ('fp32', 256, 4)):
-        x = dict.fromkeys(('q_ptr', 'k_ptr', 'v_ptr', 'cache_k_ptr', 'cache_v_ptr', 'out_ptr'),
-                          '*' + dtype)
-        for part in ({}, {'part_ptr': '*' + dtype}):
-            compile(kernels._decode, {'GROUP': 16, 'WIDTH': width, 'BLOCK': 32}, warps, **scores,
-                    **x, **part)
-        compile(kernels._merge, {'WIDTH': width}, **scores, **x)
+    for dtype, width, warps in (('*bf16', 64, 2), ('*fp32', 256, 4)):
+        for part in ('', 'part'):
+            compile(kernels._decode, warps, DECODING | {dtype: 'q k v cache_k cache_v out ' + part},
+                    GROUP=16, WIDTH=width, BLOCK=32)
+        compile(kernels._merge, 4, DECODING | {dtype: 'out'}, WIDTH=width)
     for greedy in (False, True):
-        options = {'GREEDY': greedy, 'BLOCK': 4096}
-        compile(draw._summarize, options, 8, inverse='fp32')
-        compile(draw._pick, options | {'BLOCKS': 64}, 8, inverse='fp32', uniform_ptr='*fp64')
+        for kernel in (draw._summarize, draw._pick):
+            compile(kernel, 8, DECODING, GREEDY=greedy, BLOCK=4096, BLOCKS=64)
 
 def forward():
-    bf16 = dict.fromkeys(('x_ptr', 'weight_ptr', 'bias_ptr', 'out_ptr', 'cos_ptr', 'sin_ptr',
-                          'gate_ptr', 'up_ptr', 'q_ptr', 'k_ptr', 'v_ptr'), '*bf16')
     for kind in ('llama', 'gemma', 'layer'):
-        compile(kernels._norm, {'WIDTH': 4096, 'ROUND': kind == 'llama', 'BIAS': kind == 'layer',
-                                   'PLUS_ONE': kind == 'gemma', 'CENTER': kind == 'layer'}, 16,
-                eps='fp32', **bf16)
-    compile(kernels._rotate, {'HEADS': 32, 'HALF': 64}, **bf16)
-    compile(kernels._gate, {'SILU': True, 'BLOCK': 4096}, 8, **bf16)
-    integers = dict.fromkeys(('position_ptr', 'end_ptr', 'block_ptr', 'full_ptr', 'seen_ptr'),
-                             '*i32')
+        compile(kernels._norm, 16, FORWARD, WIDTH=4096, ROUND=kind == 'llama',
+                PLUS_ONE=kind == 'gemma', BIAS=kind == 'layer', CENTER=kind == 'layer')
+    compile(kernels._rotate, 4, FORWARD, HEADS=32, HALF=64)
+    compile(kernels._gate, 8, FORWARD, SILU=True, BLOCK=4096)
+    compile(kernels._gemv, 4, FORWARD, BIAS=True, ROWS=2, BLOCK=1024)
     for width, (m, n, warps, _) in kernels.BLOCKS.items():
-        compile(kernels._attend, {'WIDTH': width, 'BLOCK_M': m, 'BLOCK_N': n}, warps,
-                scale='fp32', softcap='fp32', **bf16, **integers)
+        compile(kernels._attend, warps, FORWARD, WIDTH=width, BLOCK_M=m, BLOCK_N=n)
 
 def loss():
-    rows = dict.fromkeys(('z_y', 'lse', 'scale', 'a', 'b', 'c', 'e', 'f', 't', 'sum_z',
-                          'sum_p2', 'entropy', 'top_logit', 'factor'), '*fp32')
-    x = dict.fromkeys(('logits', 'hidden', 'weight', 'x'), '*bf16')
-    integers = {'target': '*i64', 'top_token': '*i32'}
-    some = dict.fromkeys(('sum_p2', 'entropy', 'top_logit', 'top_token', 't'))
-    for softcap in ({'softcap': None}, {}):
-        for unused in ({}, some):
+    for constants in ({}, dict.fromkeys(('sum_p2', 'entropy', 'top_logit', 'top_token', 't'))):
+        for softcap in ({}, {'softcap': None}):
             for kernel in (fused_ce._row_sums_kernel, fused_ce._gradient_kernel):
-                compile(kernel, {'FAST': True, 'BLOCK': 2048} | softcap | unused, softcap='fp32',
-                        **rows, **x, **integers)
-    compile(fused_ce._scale_kernel, {'BLOCK': 16384}, **rows, **x)
+                compile(kernel, 4, LOSS, FAST=True, BLOCK=2048, **constants, **softcap)
+    compile(fused_ce._scale_kernel, 4, LOSS, BLOCK=16384)
 
 globals()[sys.argv[1]]()
 """
