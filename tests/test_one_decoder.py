@@ -1,7 +1,6 @@
 """One forward pass for training, evaluation and sampling: an edit of model.py moves all alike."""
 
 import copy
-import functools
 import subprocess
 import sys
 
@@ -10,7 +9,8 @@ import pytest
 import torch
 import torch._dynamo.testing
 import torch.nn.functional as F
-from common import HERE, documents, head_of_32, plain_log_probs, small_model, uninstall
+from common import (HERE, documents, head_of_32, plain_log_probs, recorded, small_model,
+                    uninstall)
 from safetensors.torch import load_model, save_model
 
 import attention
@@ -69,18 +69,11 @@ def calls_of_kernels(device, monkeypatch):
         for name in ('kernels_apply', 'available'):
             monkeypatch.setattr(kernels, name, lambda x: not torch.is_grad_enabled())
     install.install()
-
-    def recorded(kernel):
-        @functools.wraps(kernel)
-        def call(*arguments, **options):
-            calls.append(kernel.__name__)
-            return kernel(*arguments, **options)
-        return call
-
-    for version in (kernels.NORM, kernels.ROTATE, kernels.GATE):
-        monkeypatch.setattr(version, 'kernel', recorded(version.kernel))
-    for name in ('tree_kernel', 'decode_kernel'):
-        monkeypatch.setattr(kernels, name, recorded(getattr(kernels, name)))
+    for owner, name in ((kernels.NORM, 'kernel'), (kernels.ROTATE, 'kernel'),
+                        (kernels.GATE, 'kernel'), (kernels, 'tree_kernel'),
+                        (kernels, 'decode_kernel')):
+        name_of = getattr(owner, name).__name__
+        recorded(monkeypatch, owner, name, lambda *_, name=name_of: calls.append(name))
     yield calls
     uninstall()
 
