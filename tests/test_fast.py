@@ -11,7 +11,6 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -275,22 +274,10 @@ def test_an_edit_of_a_linear_layer_for_large_values_alone_reaches_training_in_ei
 
 # ---- Each pair on random inputs ------------------------------------------------------------------
 
-@pytest.fixture
-def random():
-    """A generator with a new seed each time, which a failed test prints."""
-    seed = torch.seed() % 2 ** 31
-    print(f'seed = {seed}')
-    return np.random.default_rng(seed)
-
-
-def normal(random, *shape, dtype=torch.float32, size=1.0):
-    return torch.from_numpy(size * random.standard_normal(shape)).to(DEVICE, dtype)
-
-
-def packed_rows(random, T):
+def packed_rows(T):
     """Positions and ends [2, T] of random trees; the first one has T / 4 tokens thrice."""
     trees = [tree_rows.Tree((), [0] * n, [[0] * (n + 1), [1] * (n + 1)], [n, n])
-             for n in [T // 4, *random.integers(1, 30, 30).tolist()]]
+             for n in [T // 4, *torch.randint(1, 30, (30,)).tolist()]]
     arrays, _ = next(tree_rows.stack_rows(tree_rows.pack_trees(enumerate(trees), T), 2, 0))
     return torch.from_numpy(arrays[1:]).to(DEVICE)
 
@@ -308,10 +295,11 @@ def test_a_row_without_a_mask_is_what_the_rule_says(T, window):
     ('flex', 700, 300, 256, 30, 50.0), ('flex', 520, 1, 32, 1, 5.0),
     ('tree', 400, None, 20, 2, 5.0), ('tree', 400, 120, 64, 30, None),
     ('tree', 400, 90, 256, 2, 50.0), ('tree', 257, 1, 32, 2, None)])
-def test_fast_masks_equal_the_explicit_mask(kind, T, window, head_dim, size, softcap, random):
+def test_fast_masks_equal_the_explicit_mask(kind, T, window, head_dim, size, softcap):
     """On a GPU FlexAttention has gradients, and block sizes of its own in bfloat16."""
-    positions, ends = packed_rows(random, T)
-    inputs = [normal(random, 2, heads, T, head_dim) for heads in (4, 2, 2, 4)]
+    print(f'torch.manual_seed({torch.seed()})')     # another one each time
+    positions, ends = packed_rows(T)
+    inputs = [torch.randn(2, heads, T, head_dim, device=DEVICE) for heads in (4, 2, 2, 4)]
     inputs[0] *= size
     torch._dynamo.reset()       # other tests may have used up the number of variants
     # in float32 a GPU has no room for the blocks of large heads
