@@ -356,6 +356,13 @@ def log_probs_after(reference, prompt, tokens):
     return [logits[len(prompt) - 1 + i, token].item() for i, token in enumerate(tokens)]
 
 
+def greedy_tokens(reference, prompt, n, ends=None):
+    """Return the n likeliest tokens after a prompt by transformers, or those up to an end token."""
+    tokens = torch.tensor([prompt], device=reference.device)
+    return reference.generate(tokens, do_sample=False, max_new_tokens=n, pad_token_id=0,
+                              eos_token_id=ends)[0, len(prompt):].tolist()
+
+
 def plain_log_probs(model, prompt, answer):
     """Return (log-probabilities, entropies) of an answer's tokens, alone in its row."""
     tokens = torch.tensor([[*prompt, *answer]], device=model.head.device)

@@ -235,14 +235,11 @@ def test_the_text_part_of_a_model_with_images(kind, text, tied, tmp_path):
 def test_the_nested_files_of_gemma_3_are_read(tmp_path):
     """As in google/gemma-3-4b-it's config.json, which leaves out most sizes of the text model."""
     import transformers
-    raw = {'architectures': ['Gemma3ForConditionalGeneration'], 'model_type': 'gemma3',
-           'boi_token_index': 255999, 'eoi_token_index': 256000, 'eos_token_id': [1, 106],
-           'image_token_index': 262144, 'initializer_range': 0.02, 'mm_tokens_per_image': 256,
+    raw = {'model_type': 'gemma3', 'eos_token_id': [1, 106], 'torch_dtype': 'bfloat16',
            'text_config': {'hidden_size': 2560, 'intermediate_size': 10240,
                            'model_type': 'gemma3_text', 'num_hidden_layers': 34,
                            'rope_scaling': {'factor': 8.0, 'rope_type': 'linear'},
-                           'sliding_window': 1024},
-           'torch_dtype': 'bfloat16', 'vision_config': {'hidden_size': 1152}}
+                           'sliding_window': 1024}, 'vision_config': {'hidden_size': 1152}}
     (tmp_path / 'config.json').write_text(json.dumps(raw))
     transformers.AutoConfig.from_pretrained(tmp_path).text_config.save_pretrained(tmp_path / 'text')
     ours, theirs = map(checkpoint.read_config, (tmp_path, tmp_path / 'text'))

@@ -30,7 +30,7 @@ def ce_device(request, monkeypatch):
         if os.environ.get('TRITON_INTERPRET') != '1':
             pytest.skip('the kernel is compiled for the GPU and tested there')
         monkeypatch.setattr(fused_ce, '_use_triton', lambda x: True)
-    monkeypatch.setattr(fused_ce, 'BLOCK', 256)     # so that small rows take several blocks
+    monkeypatch.setattr(fused_ce, 'BLOCK', 64)      # so that small rows take several blocks
     monkeypatch.setattr(fused_ce, 'ROWS', 4)        # memory=1 makes chunks of four tokens
     return 'cuda' if request.param == 'cuda' else 'cpu'
 
@@ -92,22 +92,6 @@ def assert_close(values, reference, limit=1e-5):
         assert off(a, b) < limit, f'{name} is off by {off(a, b):.1e}'
 
 
-@pytest.mark.parametrize('N, D, V, smoothing, softcap', [
-    (7, 31, 123, 0.0, None), (7, 31, 123, 0.1, 5.0), (1, 64, 17, 0.1, None),
-    (11, 123, 507, 1.0, 30.0)])
-def test_ce_equals_torch(ce_device, N, D, V, smoothing, softcap):
-    hidden, weight, target = ce_inputs(N, D, V, ce_device, std=3.0)
-    kw = dict(smoothing=smoothing, softcap=softcap)
-    for memory, reduction in ((None, 'mean'), (1, 'sum'), (1, 'none')):
-        expected = by_autograd(smoothed(smoothing), hidden, weight, target, softcap,
-                               total=None if reduction == 'mean' else 1)
-        assert_close(ours(hidden, weight, target, memory=memory, reduction=reduction, **kw),
-                     expected)
-    loss, nll = smoothed_cross_entropy(hidden, weight, target, **kw)
-    assert off(nll, by_autograd(nll_of, hidden, weight, target, softcap)[0]) < 1e-5
-    assert loss.dtype == nll.dtype == torch.float32 and not nll.requires_grad
-
-
 @pytest.mark.parametrize('n, memory, rows', [
     (1000, 2 ** 40, [1000]), (1100, 512 * 4 * 512, [384, 384, 332]),    # three alike, not 512 twice
     (1000, 400 * 4 * 512, [384, 384, 232]),     # whole tiles of 128
@@ -139,17 +123,6 @@ def test_ce_ignored_tokens_are_dropped(ce_device, ignore_index):
     nothing = ours(hidden, weight, torch.full_like(target, ignore_index), **kw)
     assert all(x.eq(0).all() for x in nothing)
     assert smoothed_cross_entropy(hidden[:0], weight, target[:0], num_items=0)[0] == 0
-
-
-@pytest.mark.parametrize('V', [257, 300])
-def test_ce_is_right_at_the_edges_of_blocks_and_rows(ce_device, V):
-    # a masked logit is -inf, but -softcap if the mask comes before the cap: it would then count
-    hidden, weight, target = ce_inputs(4, 16, V, ce_device, ignored=0)
-    for label, rate, softcap in ((0, 0.1, None), (255, 0.1, None), (256, 0.1, None),
-                                 (V - 1, 0.1, 1.0), (7, 0.0, 1.0)):
-        target = torch.full_like(target, label)
-        assert_close(ours(hidden, weight, target, smoothing=rate, softcap=softcap),
-                     by_autograd(smoothed(rate), hidden, weight, target, softcap))
 
 
 def test_a_saturated_softcap_keeps_the_digits_of_its_gradient(ce_device):
@@ -235,6 +208,7 @@ def test_ce_takes_any_upstream_gradient_and_has_no_second_derivative(ce_device):
     _, dh, dw = by_autograd(smoothed(0.1), hidden, weight, target, 5.0, upstream, total=1)
     assert off(hidden.grad, dh) < 1e-5 and off(weight.grad, dw) < 1e-5
     assert loss[target == -100].eq(0).all() and nll[target == -100].eq(0).all()
+    assert loss.dtype == nll.dtype == torch.float32 and not nll.requires_grad
     _, dh, dw = by_autograd(smoothed(0.1), hidden, weight, target, 5.0)
     loss, _ = smoothed_cross_entropy(hidden, weight, target, **kw)
     for factor in (-7.3, 0.0):      # two backward passes through one graph
@@ -322,6 +296,7 @@ REFERENCES = {      # the definition of each, of float64 logits [n, V] and label
     'entropy_weighted(1)': lambda z, y: weighted_of(z, y, entropy_of(z)),
     'entropy_weighted(0.5)': lambda z, y: weighted_of(z, y, entropy_of(z) ** 0.5),
     'cross_entropy() + smoothing(0.1)': smoothed(0.1),
+    'cross_entropy() + smoothing(1)': smoothed(1.0),
     'cross_entropy() + adaptive_smoothing(0.4)': lambda z, y: nll_of(z, y) + 0.4 * (
         1 - entropy_of(z) / math.log(z.shape[-1])).detach() * (z.gather(-1, y[:, None])[:, 0]
                                                                - z.mean(-1)),
@@ -354,6 +329,7 @@ def test_losses_equal_golden_values(ce_device, case):
 @pytest.mark.parametrize('text, softcap', LOSS_CASES)
 def test_loss_equals_autograd(ce_device, text, softcap):
     hidden, weight, target = ce_inputs(6, 31, 300, ce_device, std=3.0)
+    target[1:3] = torch.tensor([63, 64])    # the labels at the border of two blocks
     token_weight = torch.linspace(0, 2, 6, device=ce_device)
     loss, options = parse_loss(text), {'softcap': softcap, 'token_weight': token_weight}
     expected, nll = (by_autograd(definition, hidden, weight, target, softcap, token_weight, 11)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from common import by_transformers
+from common import by_transformers, greedy_tokens
 
 import train
 from data.chat import encode_conversation, encode_prompt
@@ -43,10 +43,7 @@ def greedy_answers(folder, prompts, n_tokens):
         # transformers makes a control token of the name in the text
         right = theirs.apply_chat_template(messages, add_generation_prompt=True)['input_ids']
         assert ('<|im_end|>' in messages[0]['content']) != (prompt == right)
-        answer = reference.generate(torch.tensor([prompt], device=DEVICE), do_sample=False,
-                                    max_new_tokens=n_tokens, eos_token_id=sorted(ends),
-                                    pad_token_id=0)[0, len(prompt):].tolist()
-        expected.append(answer)
+        expected.append(greedy_tokens(reference, prompt, n_tokens, sorted(ends)))
     model = checkpoint.load(folder, DEVICE, dtype=torch.float32)
     settings = Sampling(max_tokens=n_tokens, temperature=0)
     answers = dict(generate(model, ids, settings, tokenizer, stop_ids=ends))
