@@ -11,14 +11,17 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from common import HERE, off, reference_model, uninstall
+from common import HERE, off, plain_log_probs, reference_model, uninstall
 
 import attention
 import fused_ce
+import generate
 import model as models
+import scoring
 from attention import ExplicitMask, visible_keys
 from data import tree_rows
 from decoding import cache, draw
@@ -185,6 +188,27 @@ def test_an_edited_rule_holds_in_every_mask_however_far_away_it_matters(distance
         assert torch.equal(mask.visible[0, 0], (gap >= 0) & (gap < distance))
     assert 'attention.sees was edited or replaced' in capsys.readouterr().out
     assert cache.keys_to_keep(window, T) == T
+
+
+def test_an_edited_rule_holds_alike_in_training_scores_and_decoding(tmp_path, monkeypatch):
+    reference_model('llama', tmp_path, max_position_embeddings=400)
+    model = checkpoint.load(tmp_path)
+    prompt = np.random.default_rng(0).integers(3, 211, 150).tolist()
+    positions = torch.arange(len(prompt))[None]
+    for name in ('available', 'kernels_apply'):
+        monkeypatch.setattr(kernels, name, lambda x: False)
+    before = model(torch.tensor([prompt]), positions, None)
+    monkeypatch.setattr(attention, 'sees', within(100))
+    after = model(torch.tensor([prompt]), positions, None)
+    assert torch.allclose(before[:, :100], after[:, :100], atol=1e-5)
+    assert not torch.allclose(before[:, 101:], after[:, 101:], atol=1e-3)
+    ((_, (answer,)),) = generate.generate(model, [prompt], Sampling(temperature=0.0, max_tokens=5))
+    expected = plain_log_probs(model, prompt, answer.tokens)[0]
+    assert np.allclose(answer.log_probs, expected.detach().numpy(), atol=1e-4)
+    tree = tree_rows.Tree((), prompt[:120], [prompt[120:]], [120])
+    (score,), = scoring.option_log_probs(model, [tree], pack_len=256)
+    assert score == pytest.approx(
+        plain_log_probs(model, prompt[:120], prompt[120:])[0].sum().item(), abs=1e-3)
 
 
 def test_an_edit_of_attend_reaches_every_mask(monkeypatch, capsys):

@@ -7,12 +7,13 @@ import sys
 
 import pytest
 import torch
-from common import HERE, documents, lora_model, reference_model, whole_rows
+from common import HERE, documents, lora_model, reference_model, uninstall, whole_rows
 
 import model as models
-from attention import visible_keys
+from attention import ExplicitMask, visible_keys
 from data import packing
-from runtime import checkpoint
+from runtime import checkpoint, saving
+from speed import install, kernels
 from speed.masks import visible_blocks
 
 
@@ -32,7 +33,7 @@ def test_the_residual_stream_of_a_bfloat16_model_is_float32():
 
 
 @pytest.mark.parametrize('name', ['phi3', 'qwen2'])
-def test_lora_begins_at_the_base_model_and_trains_adapters_alone(name, tmp_path):
+def test_lora_begins_at_the_base_model_and_merges_exactly(name, tmp_path):
     reference_model(name, tmp_path / 'base')
     tokens = torch.randint(0, 211, (2, 30))
     plain = checkpoint.load(tmp_path / 'base')
@@ -51,6 +52,11 @@ def test_lora_begins_at_the_base_model_and_trains_adapters_alone(name, tmp_path)
     assert not torch.allclose(adapted, hidden, atol=1e-2)
     adapted.square().sum().backward()
     assert all((p.grad is not None) == ('lora' in n) for n, p in model.named_parameters())
+    # merged, as anybody loads it
+    saving.save(model, tmp_path / 'merged', torch.float32)
+    merged = checkpoint.load(tmp_path / 'merged')
+    assert torch.allclose(merged(tokens, *whole_rows(tokens)), adapted, atol=1e-4)
+    assert merged.state_dict().keys() == plain.state_dict().keys()
     names = 'qkv_proj, o_proj' if 'qkv_proj' in targets else 'q_proj'
     with pytest.raises(ValueError, match=f"lora_targets = .'query',.; wanted some of {names}"):
         models.add_lora(plain, 8, 32.0, 0.1, ('query',))
@@ -71,6 +77,22 @@ def test_blocks_of_a_mask_hold_what_each_token_sees(T, M, N, window):
     assert not (full & ~in_blocks(True).all(-1).all(-1)).any() and not (full & ~seen).any()
     if window is None:      # and no block more, where a document is seen to its end
         assert torch.equal(seen, in_blocks(False).any(-1).any(-1))
+
+
+def test_an_edit_of_attention_reaches_compiled_blocks(tmp_path, monkeypatch, capsys):
+    reference_model('llama', tmp_path, head_dim=16)
+    model, tokens = checkpoint.load(tmp_path), torch.randint(0, 211, (1, 20))
+    positions, ends = whole_rows(tokens)
+    attend = ExplicitMask.attend
+    monkeypatch.setattr(ExplicitMask, 'attend', lambda *inputs: 1.5 * attend(*inputs))
+    expected = model(tokens, positions, ends)
+    for layer in model.decoder.layers:
+        layer.compile(backend='eager')
+    install.install()
+    monkeypatch.setattr(kernels, 'available', lambda x: True)    # as on a GPU
+    assert torch.allclose(model(tokens, positions, ends), expected, atol=1e-5)
+    assert 'ExplicitMask.attend was edited' in capsys.readouterr().out
+    uninstall()
 
 
 # Triton kernels compile for a Hopper GPU, which need not be there.
