@@ -27,7 +27,6 @@ from results import report
 from compare.compare import FileConfig
 from bridges.harness_files import harness_sample, harness_task
 from bridges.prediction_files import read_predictions
-from results.samples import read_jsonl
 from runtime import cli, ownership
 from runtime.errors import ConfigError, DataError
 from scripts import run_scripts
@@ -368,16 +367,6 @@ def test_rows_are_read_one_by_one_and_samples_of_an_earlier_prompt_left_out(tmp_
         assert next(samples)[0]['probs'] == [0.7, 0.3]      # before the broken rows are read
         with pytest.raises(ValueError, match=f'{name}:[23]: '):
             next(samples)
-
-
-def test_a_last_line_that_a_crash_cut_off_is_left_out_where_that_can_be(tmp_path):
-    path = write_rows(tmp_path / 'samples.jsonl', [{'id': 1}, {'id': 2}])
-    whole = path.read_text()
-    path.write_text(whole[:-9])
-    assert [*read_jsonl(path)] == [(f'{path}:1', {'id': 1})]
-    path.write_text(f'{whole[:-9]}\n')      # a whole line, so no crash
-    with pytest.raises(DataError, match='samples.jsonl:2: damaged, edited'):
-        [*read_jsonl(path)]
 
 
 @pytest.mark.slow

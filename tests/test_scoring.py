@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 import torch
-from common import (asking, head_of_32, logits_of, lora_model, plain_log_probs, recorded,
-                    reference_model, small_model, write_rows)
+from common import (asking, head_of_32, lora_model, plain_log_probs, recorded, reference_model,
+                    small_model, write_rows)
 
 import metrics
 import scoring
@@ -85,23 +85,6 @@ def test_rows_of_many_long_answers_to_a_prompt_have_a_limit(tmp_path, monkeypatc
     for i, k in ((0, 0), (0, 7), (0, 13), (1, 1)):
         [[alone]] = scoring.confidences(model, [prompts[i]], [[answers[i][k]]])
         assert found[i][k] == pytest.approx(alone, rel=1e-5)
-
-
-def test_scored_tokens_of_a_text_equal_the_plain_model(tmp_path):
-    model, rng = small_model('llama', tmp_path), np.random.default_rng(0)
-    trees = [tree_rows.Tree((), rng.integers(0, 211, n).tolist(), scored=[1, n // 2, n - 1])
-             for n in (9, 30, 17)]
-    for index, numbers, values in scoring.score(lambda: model, enumerate(trees), 64,
-                                                 compute=scoring.token_statistics):
-        tree = trees[index]
-        ids = torch.tensor([tree.prompt])
-        log_probs = logits_of(model, ids).log_softmax(-1)[0].detach()
-        for n, (log_prob, top, top_log_prob, entropy) in zip(numbers, values, strict=True):
-            row = log_probs[tree.scored[n] - 1]
-            assert top == row.argmax()
-            assert [log_prob, top_log_prob, entropy] == pytest.approx(
-                [float(x) for x in (row[tree.prompt[tree.scored[n]]], row.max(),
-                                    -(row.exp() * row).sum())], abs=1e-4)
 
 
 @pytest.mark.slow
