@@ -444,28 +444,23 @@ def test_next_tokens_and_facts_are_scored(foxes, tmp_path):
     foxes.refuses(r'bad.jsonl:1: span .2, 9. is no', f'--tasks=facts:{bad}')
 
 
-def ask(question, choices):
-    return question + ''.join(f'\n{c}. {x}' for c, x in zip('ABCD', choices, strict=True))
-
-
-def p_true_part(row, k):
-    """The text before ' (A)' or ' (B)' of a P(True) question about option k."""
-    asked = ask(row['question'], [row[f'option_{c}'] for c in 'abcd'])
-    return (f'{asked}\nProposed Answer: {"ABCD"[k]}\nIs the proposed answer:\n (A) True\n (B) False'
-            f'\nThe proposed answer is:')
+QUESTION = '{question}\nA. {option_a}\nB. {option_b}\nC. {option_c}\nD. {option_d}\n'
+P_TRUE = QUESTION + ('Proposed Answer: {proposed}\nIs the proposed answer:\n (A) True\n (B) False\n'
+                     'The proposed answer is:')
+CONTENT_FREE = '{0}\nA. {0}\nB. {0}\nC. {0}\nD. {0}\nAnswer:'
 
 
 def prompts_of(row, top, shots):
     """The prompts of a question: that of P(True) about option `top`, and three without content."""
     header = ('The following are multiple choice questions (with answers) about '
               f'{row["subject"]}.\n\n')
-    right = ['ABCD'.index(shot['answer']) for shot in shots]    # of two, the second is wrong
-    judged = (f'{p_true_part(shots[0], right[0])} (A)\n\n'
-              f'{p_true_part(shots[1], (right[1] + 1) % 4)} (B)\n\n')
-    solved = ''.join(f'{ask(shot["question"], [shot[f"option_{c}"] for c in "abcd"])}\nAnswer: '
-                     f'{shot["answer"]}\n\n' for shot in shots)
-    return header + judged + p_true_part(row, top), [
-        f'{header}{solved}{ask(text, [text] * 4)}\nAnswer:' for text in ('N/A', '[MASK]', '')]
+    right, other = shots
+    wrong = 'ABCD'[('ABCD'.index(other['answer']) + 1) % 4]
+    judged = (P_TRUE.format(**right, proposed=right['answer']) + ' (A)\n\n'
+              + P_TRUE.format(**other, proposed=wrong) + ' (B)\n\n')
+    solved = ''.join((QUESTION + 'Answer: {answer}\n\n').format(**shot) for shot in shots)
+    return header + judged + P_TRUE.format(**row, proposed='ABCD'[top]), [
+        header + solved + CONTENT_FREE.format(text) for text in ('N/A', '[MASK]', '')]
 
 
 def test_p_true_and_contextual_calibration_are_those_of_transformers(scored_folder, whole):

@@ -153,25 +153,27 @@ def test_a_report_lists_its_scalings_and_replaces_none_of_others(tmp_path):
     path = write_rows(tmp_path / 'rows.jsonl', [
         {'probs': [0.6, 0.4], 'answer': i % 3 // 2, 'options': (['a', 'b'], ['one'], 'ab')[i % 3]}
         for i in range(12)])
-    arguments = [str(path), '--fit_temperature', '--pictures=False', '--n_bootstrap=0']
-    command.write_report([*arguments, f'--out_dir={tmp_path}/report'])
+
+    def write_report(file=path, out=tmp_path / 'report', *more):
+        command.write_report([str(file), f'--out_dir={out}', '--fit_temperature',
+                              '--pictures=False', '--n_bootstrap=0', *more])
+    write_report()
     assert 'scaling.json' in ownership.written_files(tmp_path / 'report')
     # options that are not one text per probability are numbered
     assert '[["1",0.6],["2",0.4]]' in (tmp_path / 'report/report.html').read_text()
     before, copy = tree(tmp_path / 'report'), tmp_path / 'report' / 'rows.jsonl'
     with refused(tmp_path, 'report holds an earlier report or evaluation, results.json; --overw'):
-        command.write_report([*arguments, f'--out_dir={tmp_path}/report'])
-    command.write_report([*arguments, f'--out_dir={tmp_path}/report', '--overwrite'])
+        write_report()
+    write_report(path, tmp_path / 'report', '--overwrite')
     assert tree(tmp_path / 'report.1') == before
     shutil.copy(path, copy)
     with refused(tmp_path, 'and this command reads .*report/rows.jsonl'):
-        command.write_report([str(copy), *arguments[1:], f'--out_dir={tmp_path}/report',
-                              '--overwrite'])
+        write_report(copy, tmp_path / 'report', '--overwrite')
     theirs = tmp_path / 'theirs' / 'scaling.json'
     theirs.parent.mkdir()
     theirs.write_text('mine')
     with pytest.raises(ConfigError, match='scaling.json was not written by this program'):
-        command.write_report([*arguments, f'--out_dir={theirs.parent}'])
+        write_report(path, theirs.parent)
     assert theirs.read_text() == 'mine'
     with pytest.raises(ConfigError, match='report: .* holds no samples of lm_eval; name a file'):
         command.write_report([str(tmp_path)])

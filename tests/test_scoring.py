@@ -134,9 +134,9 @@ def test_deterministic_scores_are_bitwise_equal_also_with_the_dropout_of_adapter
                             for i in order]))
 
 
-def first_tree(asked, solved, tokenizer, max_length=2000, **keys):
-    found = next(tokenize_questions(asked, solved, tokenizer, max_length=max_length,
-                                    **({'add_bos': True} | keys)))[1]
+def first_tree(asked, solved, tokenizer, max_length=2000):
+    _, found = next(tokenize_questions(asked, solved, tokenizer, add_bos=True,
+                                       max_length=max_length))
     if isinstance(found, DataError):
         raise found
     return found
