@@ -232,14 +232,12 @@ def test_a_corrected_answer_counts_in_the_same_folder(foxes, tmp_path):
     assert results('same') == before
 
 
-def test_a_folder_holds_every_task_scored_there(foxes, tmp_path, monkeypatch, capsys):
+def test_a_folder_holds_every_task_scored_there(foxes, tmp_path, monkeypatch):
     monkeypatch.setenv('HOME', str(tmp_path))
     model = tmp_path / 'model'
     model.symlink_to(foxes.model)
     evaluate.main(['--model=~/model', '--tasks=~/foxes.jsonl', '--out_dir=~/out', '--shots=0',
                    '--device=cpu', *SMALL])
-    printed = capsys.readouterr()
-    assert printed.out.split('\n')[0] == f'{model} (llama) in float32 on cpu' and not printed.err
     first = results_of(foxes.out)['tasks']
     stones = write_words(tmp_path / 'stones.jsonl', 20, 'stone')
     both = foxes.score(f'--tasks={stones}', '--norm=sum', '--limit=12', model=model)
@@ -379,18 +377,14 @@ def test_the_schema_of_results_is_documented(whole, foxes, tmp_path):
     assert {'n', 'groups', 'intervals', 'accuracy_low'} <= {key for r in reports for key in r}
 
 
-def test_bad_and_duplicate_options_are_counted(foxes, capsys):
-    good = {'question': 'the quick brown fox?', 'choices': ['dog', 'old', 'dog'],
-            'answer_index': 1}
+def test_bad_and_duplicate_options_are_counted(foxes):
+    good = {'question': 'the quick brown fox?', 'choices': ['dog', 'old', 'dog'], 'answer': 0}
     rows = [good, good | {'choices': ['', 'dog']},
             good | {'question': 'lazy dog ' * 300}]     # left out, so its options are not counted
     write_rows(foxes.task, rows)
     foxes.refuses('foxes.jsonl:2: choice A is null or empty; --on_bad', '--max_length=200')
     result = foxes.score('--max_length=200', '--on_bad_row=skip')['foxes']
     assert (result['bad_rows'], result['pooled']['n'], result['duplicate_options']) == (2, 1, 1)
-    printed = capsys.readouterr().out
-    assert '2 bad rows left out, the first: ' in printed
-    assert '1 questions list the same option twice' in printed
 
 
 @pytest.mark.slow
@@ -553,7 +547,7 @@ def test_scoring_resumes_where_it_stopped_also_that_of_derived_tasks(foxes, tmp_
 
 
 @pytest.mark.slow
-def test_orders_of_the_options_are_those_of_permuted_files(foxes, tmp_path, capsys):
+def test_orders_of_the_options_are_those_of_permuted_files(foxes, tmp_path):
     folder, rng = tmp_path / 'quiz', random.Random(1)
     rows = [{'question': ' '.join(rng.sample(WORDS, 5)) + '?', 'answer': i % 3, 'id': f'q{i}',
              'subject': ('anatomy', 'sociology')[i % 2],
@@ -562,7 +556,6 @@ def test_orders_of_the_options_are_those_of_permuted_files(foxes, tmp_path, caps
     write_rows(folder / 'test.jsonl', rows)
     arguments = [f'--tasks={folder}', '--shots=2', '--norm=sum']
     result = foxes.score(*arguments, '--permute=4')['quiz.permuted']
-    printed = capsys.readouterr().out
     asked = {s['id']: s for s in read_samples(foxes.out / 'samples.jsonl')
              if s['task'] == 'quiz.permuted'}
     letters, chosen = np.zeros((2, 4, 12), int)     # in each order, by each question
@@ -575,8 +568,8 @@ def test_orders_of_the_options_are_those_of_permuted_files(foxes, tmp_path, caps
         for key in ('accuracy', 'ece', 'nll', 'sce'):
             assert result['orders'][f'{shift + 1}'][key] == pytest.approx(
                 alone['pooled'][key], abs=1e-5)
-        samples_alone = read_samples(tmp_path / f'{shift}' / 'samples.jsonl')
-        for i, (sample, order) in enumerate(zip(samples_alone, orders, strict=True)):
+        samples = read_samples(tmp_path / f'{shift}' / 'samples.jsonl')
+        for i, (sample, order) in enumerate(zip(samples, orders, strict=True)):
             letters[shift, i] = top = np.argmax(sample['log_probs'])
             chosen[shift, i] = order[top]
             if shift < len(order):      # the fourth order of three options is the first one
@@ -594,11 +587,9 @@ def test_orders_of_the_options_are_those_of_permuted_files(foxes, tmp_path, caps
     assert {k: v['chosen'] for k, v in result['letters'].items()} == pytest.approx(
         {letter: np.mean(letters == i) for i, letter in enumerate('ABCD')})
     assert result['same_option'] == np.mean((chosen == chosen[0]).all(0))
-    assert 'letters chosen (correct): A ' in printed
 
 
-def test_a_judge_is_asked_in_both_orders_and_measured_beside_ties_and_win_rates(foxes, tmp_path,
-                                                                                  capsys):
+def test_a_judge_is_asked_in_both_orders_and_measured_beside_ties_and_win_rates(foxes, tmp_path):
     rng = random.Random(0)
     rows = [{'prompt': f'Say {i}', 'subset': 'xy'[i % 2], 'responses': [
         ' '.join(rng.sample(WORDS, 3)) for _ in range(2)], 'scores': [i % 3 > 0, i % 3 > 1]}
@@ -612,7 +603,6 @@ def test_a_judge_is_asked_in_both_orders_and_measured_beside_ties_and_win_rates(
     pairs = write_rows(tmp_path / 'pairs.jsonl', rows)
     arguments = f'--tasks=judge:{pairs}', '--on_bad_row=skip'
     result = foxes.score(*arguments)['judge']
-    printed = capsys.readouterr().out
     assert result['bad_rows'] == 1 and 'pairs.jsonl:2: fewer than two dif' in result['first_bad']
     found = [s for s in read_samples(foxes.out / 'samples.jsonl') if s['task'] == 'judge']
     split, answer, first = (np.array([s[key] for s in found]) for key in (
@@ -637,7 +627,7 @@ def test_a_judge_is_asked_in_both_orders_and_measured_beside_ties_and_win_rates(
     assert win['judged'] == np.mean(for_first[unlabeled])
     assert (win['corrected'], win['low'], win['high']) == pytest.approx(significance.corrected_rate(
         for_first[unlabeled], for_first[test], (answer == first)[test]), nan_ok=True)
-    assert 'position bias' in printed and {*result['subjects']} == {'', 'x', 'y'}
+    assert {*result['subjects']} == {'', 'x', 'y'}
     few = foxes.score(*arguments, '--limit=2', out=tmp_path / 'few')['judge']
     assert [few['pooled']['n'], few['judge']['tied'], few['judge']['unlabeled']] == [3, 2, 2]
     foxes.refuses('It has en', *arguments, '--languages=zz')

@@ -122,31 +122,17 @@ def test_answers_of_an_api_without_probabilities_are_sampled_or_stated(tmp_path)
     assert run_metrics(parquet, '--columns=correct=response_correct').stdout == by_text.stdout
     path = write_rows(tmp_path / 'api.jsonl', [
         {'confidence': 'Sure.', 'correct': True}, {'confidence': 'I am 80% sure', 'correct': True},
+        {'confidence': None, 'correct': False, 'probs': None}, {'confidence': 'NA', 'correct': 1},
         {'answers': ['Paris.', 'paris', 'Lyon'], 'answer': ['Paris', 'City of Paris']},
         {'answers': ['A', 'B', 'B'], 'answer': 'A'}])
     done = run_metrics(path)
     assert done.stdout.startswith(
-        f"1 rows state no probability, the first: {path}:1: 'Sure.'; they are left out\n")
+        f"3 rows state no probability, the first: {path}:1: 'Sure.'; they are left out\n")
     assert values(done)['n'] == '3'
     assert values(done)['brier_top_label'] == f'{(0.04 + 1 / 9 + 4 / 9) / 3:.4f}'
     path.write_text('{"confidence": "high", "correct": true}')
     assert run_metrics(path).stderr == (
         f"error: {path}: 1 rows state no probability, the first: {path}:1: 'high'\n")
-
-
-def test_an_empty_cell_of_a_confidence_is_left_out_and_counted(tmp_path):
-    table = tmp_path / 'table.csv'
-    table.write_text('split,confidence,correct,cosine\n,0.9,1,0.9\n,,0,\n,NA,1,NA\n'
-                     'test,0.5,0,0.5\n')
-    parquet = write_rows(tmp_path / 'table.parquet', [
-        {'split': split, 'confidence': x, 'correct': correct, 'cosine': x, 'probs': None}
-        for split, x, correct in ((None, 0.9, 1), (None, None, 0), ('test', 0.5, 0))])
-    for path, n in ((table, 2), (parquet, 1)):
-        for arguments in ([], ['--columns=confidence=cosine']):
-            done = run_metrics(path, *arguments)
-            assert done.stdout.startswith(f'{n} rows state no probability, the first: '), done
-            assert ': None; they are left out' in done.stdout
-            assert values(done)['confidence'] == '0.7000'
 
 
 def test_a_report_lists_its_scalings_and_replaces_none_of_others(tmp_path):
@@ -175,8 +161,6 @@ def test_a_report_lists_its_scalings_and_replaces_none_of_others(tmp_path):
     with pytest.raises(ConfigError, match='scaling.json was not written by this program'):
         write_report(path, theirs.parent)
     assert theirs.read_text() == 'mine'
-    with pytest.raises(ConfigError, match='report: .* holds no samples of lm_eval; name a file'):
-        command.write_report([str(tmp_path)])
 
 
 @pytest.mark.parametrize('text', ['2.50', '10.00', '1e3', '[1,2]', 'Infinity', '007',

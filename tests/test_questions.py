@@ -117,17 +117,6 @@ def test_answers_that_could_be_read_in_two_ways_are_refused(tmp_path, answers, m
         [*read([tmp_path / 'dev.jsonl'], {})]
 
 
-def test_labels_of_a_row_and_an_index_by_name_are_read_as_they_are(tmp_path):
-    """ARC's own files have letters and digits."""
-    rows = [{'question': 'Q?', 'choices': {'text': list('wxyz'), 'label': list(labels)},
-             'answerKey': key} for labels, key in (('ABCD', 'C'), ('1234', '2'), ('1234', '4'))]
-    assert [q.answer for q in load(tmp_path / 'arc.jsonl', rows, 'arc_easy').items] == [2, 1, 3]
-    with pytest.raises(DataError, match="arc.jsonl:1: no valid answer: '1'; wanted .*C, D;"):
-        load(tmp_path / 'arc.jsonl', [rows[0] | {'answerKey': '1'}], 'arc_easy')
-    rows = [Q | {'answer': 1, 'answer_index': 1}, {**Q, 'answer': None, 'answer_index': 1}]
-    assert [q.answer for q in load(tmp_path / 'own.jsonl', rows).items] == [1, 1]
-
-
 @pytest.mark.parametrize('choices, named', ROWS['named'])
 def test_options_that_name_options_are_counted_if_their_order_changes(tmp_path, capsys, choices,
                                                                      named):
