@@ -90,14 +90,9 @@ def foxes(scored_folder, tmp_path):
                            model=scored_folder / 'model')
 
 
-def altered(model, folder, change):
+def altered(model, folder, change=lambda tensors: [x.mul_(1.1) for x in tensors.values()]):
     rewrite(shutil.copytree(model, folder), change)
     return folder
-
-
-def scale(tensors):
-    for x in tensors.values():
-        x.mul_(1.1)
 
 
 def write_words(path, n, word):
@@ -134,7 +129,7 @@ def test_a_folder_is_refused_as_it_is_and_repaired_by_hand(foxes, tmp_path, monk
     for split, n in (('test', 5), ('dev', 1)):
         write_words(tmp_path / 'shots' / f'{split}.jsonl', n, 'fox')
     broken = altered(foxes.model, tmp_path / 'broken', lambda x: x.pop('model.norm.weight'))
-    changed = altered(foxes.model, tmp_path / 'changed', scale)
+    changed = altered(foxes.model, tmp_path / 'changed')
     (link := tmp_path / 'link.jsonl').symlink_to(foxes.out / 'samples.jsonl')
     for changes, arguments, message in (
             ({'eval_config.json': b'[]'}, '',
@@ -165,7 +160,7 @@ def test_a_folder_is_refused_as_it_is_and_repaired_by_hand(foxes, tmp_path, monk
 
 @pytest.mark.slow
 def test_results_and_samples_of_another_model_or_damaged_ones_are_not_believed(foxes, tmp_path):
-    changed, other = altered(foxes.model, tmp_path / 'changed', scale), tmp_path / 'other'
+    changed, other = altered(foxes.model, tmp_path / 'changed'), tmp_path / 'other'
     first = foxes.score()
     foxes.score(model=changed, out=other)
     foxes.refuses('changed holds another model', out=changed)

@@ -13,7 +13,6 @@ from data.chat import encode_conversation
 from data.trees import tokenize_questions
 from decoding.answers import Answer
 from runtime import checkpoint
-from runtime.errors import DataError
 
 
 def random_trees(rng, own_starts=True, n=12):
@@ -135,11 +134,7 @@ def test_deterministic_scores_are_bitwise_equal_also_with_the_dropout_of_adapter
 
 
 def first_tree(asked, solved, tokenizer, max_length=2000):
-    _, found = next(tokenize_questions(asked, solved, tokenizer, add_bos=True,
-                                       max_length=max_length))
-    if isinstance(found, DataError):
-        raise found
-    return found
+    return next(tokenize_questions(asked, solved, tokenizer, add_bos=True, max_length=max_length))[1]
 
 
 def test_each_option_of_winogrande_has_its_own_start(tokenizers, tmp_path):
@@ -180,5 +175,5 @@ def test_whole_shots_are_dropped(tokenizers, tmp_path):
         if kept:        # the longest option must fit, and it is not the first
             assert first_tree(asked, solved, tokenizer, longest - 1).shots == kept - 1
             continue
-        with pytest.raises(DataError, match='even without shots the prompt has'):
-            first_tree(asked, solved, tokenizer, longest - 1)
+        assert 'even without shots the prompt has' in str(
+            first_tree(asked, solved, tokenizer, longest - 1))
