@@ -39,9 +39,8 @@ from written.benchmarks import encode, load_written
 
 def test_questions_can_be_scored_in_the_chat_template(foxes, tmp_path, capsys):
     shutil.copytree(foxes.model, model := tmp_path / 'model')
-    for chat, message in (('trained', 'not trained here on conversations; name the'),
-                          ('chatml', 'needs <.im_start.>, <.im_end.>, which the')):
-        foxes.refuses(message, f'--chat={chat}', model=model)
+    foxes.refuses('not trained here on conversations; name the', '--chat=trained', model=model)
+    foxes.refuses('needs <.im_start.>, <.im_end.>, which the', '--chat=chatml', model=model)
     (model / 'train_config.py').write_text(
         "data_kind = 'instruct'\ntemplate = 'mistral_v1'\nadd_bos = False\n")
     result = foxes.score('--chat=trained', model=model)['foxes']
@@ -299,10 +298,8 @@ def test_logits_that_are_not_finite_stop_with_the_question_named(value, message,
 
 
 def test_a_run_that_scored_nothing_leaves_the_folder_free(foxes):
-    for arguments, message in (
-            (['--max_length=3'], 'foxes: .*foxes.jsonl:1: .* max_length allows 3'),
-            (['--limit=1', '--fit_temperature'], 'foxes: fit_temperature needs two questions or')):
-        foxes.refuses(message, *arguments)
+    foxes.refuses('foxes: .*foxes.jsonl:1: .* max_length allows 3', '--max_length=3')
+    foxes.refuses('foxes: fit_temperature needs two questions', '--limit=1', '--fit_temperature')
     with ownership.lock(foxes.out):
         foxes.refuses('process is writing there')
     assert foxes.score()['foxes']['pooled']['n'] == 5

@@ -133,10 +133,6 @@ def test_deterministic_scores_are_bitwise_equal_also_with_the_dropout_of_adapter
                             for i in order]))
 
 
-def first_tree(asked, solved, tokenizer, max_length=2000):
-    return next(tokenize_questions(asked, solved, tokenizer, add_bos=True, max_length=max_length))[1]
-
-
 def test_each_option_of_winogrande_has_its_own_start(tokenizers, tmp_path):
     tokenizer, rest = tokenizers['mistral'], ' jumps over the dog.'
     row = {'sentence': 'The fox and the lazy dog: _' + rest, 'option1': 'the quick brown fox',
@@ -167,13 +163,17 @@ def test_whole_shots_are_dropped(tokenizers, tmp_path):
             {'question': f'What is the fox {i}?', 'choices': ['blue', 'a lazy dog', 'brown'],
              'answer': i % 3, 'subject': 'foxes'} for i in range(4)])
     asked, solved, *_ = questions.load_task(str(tmp_path), asking(shots=3, scoring='text'))
-    shots = solved['', 'foxes']
-    sizes = [first_tree(asked, {('', 'foxes'): shots[:n]}, tokenizer) for n in range(4)]
-    for kept, tree in enumerate(sizes):
+
+    def first_tree(n=3, max_length=2000):
+        shots = {('', 'foxes'): solved['', 'foxes'][:n]}
+        return next(tokenize_questions(asked, shots, tokenizer, add_bos=True,
+                                       max_length=max_length))[1]
+    for kept in range(4):
+        tree = first_tree(kept)
         longest = len(tree.prefix) + len(tree.prompt) + max(map(len, tree.continuations))
-        assert first_tree(asked, solved, tokenizer, longest) == tree and tree.shots == kept
+        assert first_tree(max_length=longest) == tree and tree.shots == kept
+        shorter = first_tree(max_length=longest - 1)
         if kept:        # the longest option must fit, and it is not the first
-            assert first_tree(asked, solved, tokenizer, longest - 1).shots == kept - 1
-            continue
-        assert 'even without shots the prompt has' in str(
-            first_tree(asked, solved, tokenizer, longest - 1))
+            assert shorter.shots == kept - 1
+        else:
+            assert 'even without shots the prompt has' in str(shorter)
