@@ -6,14 +6,13 @@ import random
 import re
 import string
 import time
-import tomllib
 from fractions import Fraction
 from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from common import HERE, SHARED, asking, needs_files, write_rows
+from common import SHARED, asking, cases_of, needs_files, write_rows
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
@@ -30,7 +29,7 @@ from runtime.errors import DataError
 
 # Grades: extraction and match rules
 
-CASES = tomllib.loads((HERE / 'tests' / 'grading_cases.toml').read_text(encoding='utf-8'))
+CASES = cases_of('grading_cases.toml')
 EXTRACT = {'number': (grading.any_number, grading.gsm8k_number),     # lenient, strict
            'short': (grading.short_answer, grading.first_line),
            'formula': (grading.any_formula, lambda text: None)}
@@ -333,13 +332,12 @@ def fitted(x, shares, penalty, new):
     return 1 / (1 + np.exp(-new @ w))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize('n, dimensions', [(60, 7), (40, 90)])
 def test_p_ik_is_a_cross_validated_ridge_logistic_regression(n, dimensions):
     rng = np.random.default_rng(0)
     states = rng.normal(size=(n, dimensions)) * rng.uniform(0.1, 30, dimensions) + 5
     shares = rng.binomial(8, 1 / (1 + np.exp(-2 * (states[:, 0] - 5)))) / 8
-    groups = [f'{i:03}' for i in rng.permutation(n)]
+    groups = [f'{i:03}' for i in rng.permutation(n) // 2]   # a question in two languages
     x = (states - states.mean(0)) / states.std(0) / math.sqrt(dimensions)
     folds, candidates = np.array([int(group) % 5 for group in groups]), []
     for penalty in p_ik_probe.PENALTIES:
@@ -353,50 +351,27 @@ def test_p_ik_is_a_cross_validated_ridge_logistic_regression(n, dimensions):
                                atol=2e-5)
 
 
-def test_p_ik_of_states_that_tell_nothing_ranks_neither_way():
-    areas = []
-    for seed in range(60):
-        rng = np.random.default_rng(seed)
-        right, names = rng.random(60) < 0.5, [*map(str, range(60))]
-        values = p_ik_probe.cross_validated(rng.normal(size=(60, 2)), right, names)
-        areas.append(metrics.auroc(values, right))
-    constant = p_ik_probe.cross_validated(np.ones((60, 2)), right, names)
-    assert metrics.auroc(constant, right) == pytest.approx(0.5, abs=1e-12)
-    assert abs(np.mean(areas) - 0.5) < 0.03     # one standard error is 0.01
+def test_p_ik_of_states_that_do_not_differ_is_the_mean_share():
+    for shares in (np.zeros(10), np.ones(10), np.arange(10) // 7):
+        values = p_ik_probe.cross_validated(np.ones((10, 3)), shares, 'abcdefghij')
+        np.testing.assert_allclose(values, shares.mean(), atol=1e-3)
+    assert {*values} == {0.3}       # ties, although the fits are not exact
 
 
-def test_p_ik_knows_what_the_states_tell_and_no_more():
-    """The same question in five languages: a fit to the others would know its answers."""
-    rng = np.random.default_rng(1)
-    states = np.repeat(rng.normal(size=(60, 100)), 5, 0) + 0.01 * rng.normal(size=(300, 100))
-    shares = np.repeat(rng.integers(0, 2, 60), 5).astype(float)
-    for of_a_group, low, high in ((1, 0.95, 1), (5, 0.3, 0.7)):
-        names = [str(i // of_a_group) for i in range(300)]
-        values = p_ik_probe.cross_validated(states, shares, names)
-        assert low <= metrics.auroc(values, shares > 0) <= high
-
-
-@pytest.mark.parametrize('change, message', [
-    ({'answers': [{'correct': 1}]},
-     '"answers" must be a list of answers, whose "correct" is true or false'),
-    ({'task': ['qa']}, '"task" is not text but list')])
-def test_a_malformed_sample_of_p_ik_is_a_bad_row(tmp_path, change, message):
+def test_samples_that_p_ik_cannot_ask_about_are_named(tmp_path):
     good = {'task': 'qa', 'language': '', 'id': '0', 'greedy': {}, 'subject': '',
             'context': 'Who?\nAnswer:', 'answers': [{'correct': False}]}
-    path = write_rows(tmp_path / 'samples.jsonl', [good | {'id': '1'} | change, good])
-    with pytest.raises(DataError, match=f'samples.jsonl:1: .*{message}'):
-        load_p_ik(f'p_ik:{path}', asking())
-    question, = load_p_ik(f'p_ik:{path}', asking(on_bad_row='skip')).items
-    assert question.answer == 1
-
-
-def test_p_ik_of_what_is_always_or_never_right_or_not_written(tmp_path):
-    for shares in (0.0, 1.0):
-        states = np.ones((6, 3))        # and states that do not differ
-        values = p_ik_probe.cross_validated(states, np.full(6, shares), 'abcdef')
-        np.testing.assert_allclose(values, shares, atol=1e-3)
+    for change, message in (({'answers': [{'correct': 1}]}, '"answers" must be .* true or false'),
+                            ({'task': ['qa']}, '"task" is not text but list')):
+        path = write_rows(tmp_path / 'samples.jsonl', [good | {'id': '1'} | change, good])
+        with pytest.raises(DataError, match=f'samples.jsonl:1: .*{message}'):
+            load_p_ik(f'p_ik:{path}', asking())
+        question, = load_p_ik(f'p_ik:{path}', asking(on_bad_row='skip')).items
+        assert question.answer == 1
     write_rows(tmp_path / 'samples.jsonl', [{'task': 'mmlu', 'id': '1', 'answer': 1}])
-    for name, message in (('p_ik', 'no samples given'), (f'p_ik:{tmp_path}/none', 'no file or fol'),
-                          (f'p_ik:{tmp_path}', 'has no samples of written answers')):
+    for name, shots, message in (
+            ('p_ik', 5, '5 shots wanted, but p_ik has none'), ('p_ik', 0, 'no samples given'),
+            (f'p_ik:{tmp_path}/none', 0, 'no file or folder'),
+            (f'p_ik:{tmp_path}', 0, 'has no samples of written answers')):
         with pytest.raises(DataError, match=message):
-            load_p_ik(name, asking())
+            load_p_ik(name, asking(shots=shots))

@@ -27,7 +27,6 @@ from results import report
 from compare.compare import FileConfig
 from bridges.harness_files import harness_sample, harness_task
 from bridges.prediction_files import read_predictions
-from results.samples import read_jsonl
 from runtime import cli, ownership
 from runtime.errors import ConfigError, DataError
 from scripts import run_scripts
@@ -80,11 +79,9 @@ def test_a_report_per_task_of_rows_of_any_form(tmp_path):
     assert (script.returncode, script.stdout) == (0, done.stdout)
     (tmp_path / 'alone.py').write_text((HERE / 'metrics.py').read_text())
     script = run_scripts(1, tmp_path / 'alone.py', packed)
-    assert script.stderr.startswith('error: the command needs all of nanoCal')
+    assert script.returncode == 1 and script.stderr.startswith('error: the command needs all of na')
     packed.write_bytes(packed.read_bytes()[:-9])
-    script = run_scripts(1, 'metrics.py', packed)
-    assert script.returncode == 1 and script.stderr == run_metrics(packed).stderr
-    assert f'error: cannot read {packed}: Compressed file ended' in script.stderr
+    assert f'error: cannot read {packed}: Compressed file ended' in run_metrics(packed).stderr
 
 
 def test_tables_of_any_form_give_the_report_of_the_json_lines(tmp_path):
@@ -123,11 +120,12 @@ def test_answers_of_an_api_without_probabilities_are_sampled_or_stated(tmp_path)
     assert run_metrics(parquet, '--columns=correct=response_correct').stdout == by_text.stdout
     path = write_rows(tmp_path / 'api.jsonl', [
         {'confidence': 'Sure.', 'correct': True}, {'confidence': 'I am 80% sure', 'correct': True},
+        {'confidence': None, 'correct': False, 'probs': None}, {'confidence': 'NA', 'correct': 1},
         {'answers': ['Paris.', 'paris', 'Lyon'], 'answer': ['Paris', 'City of Paris']},
         {'answers': ['A', 'B', 'B'], 'answer': 'A'}])
     done = run_metrics(path)
     assert done.stdout.startswith(
-        f"1 rows state no probability, the first: {path}:1: 'Sure.'; they are left out\n")
+        f"3 rows state no probability, the first: {path}:1: 'Sure.'; they are left out\n")
     assert values(done)['n'] == '3'
     assert values(done)['brier_top_label'] == f'{(0.04 + 1 / 9 + 4 / 9) / 3:.4f}'
     path.write_text('{"confidence": "high", "correct": true}')
@@ -135,47 +133,32 @@ def test_answers_of_an_api_without_probabilities_are_sampled_or_stated(tmp_path)
         f"error: {path}: 1 rows state no probability, the first: {path}:1: 'high'\n")
 
 
-def test_an_empty_cell_of_a_confidence_is_left_out_and_counted(tmp_path):
-    table = tmp_path / 'table.csv'
-    table.write_text('split,confidence,correct,cosine\n,0.9,1,0.9\n,,0,\n,NA,1,NA\n'
-                     'test,0.5,0,0.5\n')
-    parquet = write_rows(tmp_path / 'table.parquet', [
-        {'split': split, 'confidence': x, 'correct': correct, 'cosine': x, 'probs': None}
-        for split, x, correct in ((None, 0.9, 1), (None, None, 0), ('test', 0.5, 0))])
-    for path, n in ((table, 2), (parquet, 1)):
-        for arguments in ([], ['--columns=confidence=cosine']):
-            done = run_metrics(path, *arguments)
-            assert done.stdout.startswith(f'{n} rows state no probability, the first: '), done
-            assert ': None; they are left out' in done.stdout
-            assert values(done)['confidence'] == '0.7000'
-
-
 def test_a_report_lists_its_scalings_and_replaces_none_of_others(tmp_path):
     path = write_rows(tmp_path / 'rows.jsonl', [
         {'probs': [0.6, 0.4], 'answer': i % 3 // 2, 'options': (['a', 'b'], ['one'], 'ab')[i % 3]}
         for i in range(12)])
-    arguments = [str(path), '--fit_temperature', '--pictures=False', '--n_bootstrap=0']
-    command.write_report([*arguments, f'--out_dir={tmp_path}/report'])
+
+    def write_report(file=path, out=tmp_path / 'report', *more):
+        command.write_report([str(file), f'--out_dir={out}', '--fit_temperature',
+                              '--pictures=False', '--n_bootstrap=0', *more])
+    write_report()
     assert 'scaling.json' in ownership.written_files(tmp_path / 'report')
     # options that are not one text per probability are numbered
     assert '[["1",0.6],["2",0.4]]' in (tmp_path / 'report/report.html').read_text()
     before, copy = tree(tmp_path / 'report'), tmp_path / 'report' / 'rows.jsonl'
     with refused(tmp_path, 'report holds an earlier report or evaluation, results.json; --overw'):
-        command.write_report([*arguments, f'--out_dir={tmp_path}/report'])
-    command.write_report([*arguments, f'--out_dir={tmp_path}/report', '--overwrite'])
+        write_report()
+    write_report(path, tmp_path / 'report', '--overwrite')
     assert tree(tmp_path / 'report.1') == before
     shutil.copy(path, copy)
     with refused(tmp_path, 'and this command reads .*report/rows.jsonl'):
-        command.write_report([str(copy), *arguments[1:], f'--out_dir={tmp_path}/report',
-                              '--overwrite'])
+        write_report(copy, tmp_path / 'report', '--overwrite')
     theirs = tmp_path / 'theirs' / 'scaling.json'
     theirs.parent.mkdir()
     theirs.write_text('mine')
     with pytest.raises(ConfigError, match='scaling.json was not written by this program'):
-        command.write_report([*arguments, f'--out_dir={theirs.parent}'])
+        write_report(path, theirs.parent)
     assert theirs.read_text() == 'mine'
-    with pytest.raises(ConfigError, match='report: .* holds no samples of lm_eval; name a file'):
-        command.write_report([str(tmp_path)])
 
 
 @pytest.mark.parametrize('text', ['2.50', '10.00', '1e3', '[1,2]', 'Infinity', '007',
@@ -368,16 +351,6 @@ def test_rows_are_read_one_by_one_and_samples_of_an_earlier_prompt_left_out(tmp_
         assert next(samples)[0]['probs'] == [0.7, 0.3]      # before the broken rows are read
         with pytest.raises(ValueError, match=f'{name}:[23]: '):
             next(samples)
-
-
-def test_a_last_line_that_a_crash_cut_off_is_left_out_where_that_can_be(tmp_path):
-    path = write_rows(tmp_path / 'samples.jsonl', [{'id': 1}, {'id': 2}])
-    whole = path.read_text()
-    path.write_text(whole[:-9])
-    assert [*read_jsonl(path)] == [(f'{path}:1', {'id': 1})]
-    path.write_text(f'{whole[:-9]}\n')      # a whole line, so no crash
-    with pytest.raises(DataError, match='samples.jsonl:2: damaged, edited'):
-        [*read_jsonl(path)]
 
 
 @pytest.mark.slow

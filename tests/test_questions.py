@@ -1,13 +1,12 @@
 """data: questions"""
 
-import json
 import shutil
 
 import numpy as np
 import pyarrow.parquet
 import pytest
 import transformers
-from common import HERE, asking, sentencepiece_folder, write_rows
+from common import asking, cases_of, sentencepiece_folder, write_rows
 
 import evaluate
 from data import benchmarks, questions
@@ -20,7 +19,7 @@ from test_tokenizer import KINDS, train_bpe
 
 
 Q = {'question': 'Q?', 'choices': ['a', 'b'], 'answer': 0}
-ROWS = json.loads((HERE / 'tests' / 'question_rows.json').read_text(encoding='utf-8'))
+ROWS = cases_of('question_rows.json')
 
 
 def parse(row, task=None):
@@ -28,10 +27,13 @@ def parse(row, task=None):
     return questions.parse_row(row, benchmark.row)
 
 
+def load_task(name, **options):
+    return questions.load_task(str(name), asking(**options))
+
+
 def load(path, rows, task='', **options):
     """Load a file with these rows."""
-    name = f'{task}:{write_rows(path, rows)}'.removeprefix(':')
-    return questions.load_task(name, asking(**options))
+    return load_task(f'{task}:{write_rows(path, rows)}'.removeprefix(':'), **options)
 
 
 @pytest.mark.parametrize('row, task', ROWS['schemes'])
@@ -67,7 +69,7 @@ def test_big_bench_and_inverse_scaling_are_files_of_questions(tmp_path):
     folder = tmp_path / 'causal_judgment'
     file = write_rows(folder / 'task.json', {'name': 'x', 'examples': examples})
     for place in (folder, file):
-        first, second = questions.load_task(str(place), asking()).items
+        first, second = load_task(place).items
         assert first.context.startswith('Q?\nA. ') and first.options == [' A', ' B', ' C']
         assert second.place == f'{file}: row 2'
     row = {'prompt': 'A beagle is not a\nA. dog\nB. bird\nAnswer:', 'classes': [' A', ' B'],
@@ -81,14 +83,13 @@ def test_big_bench_and_inverse_scaling_are_files_of_questions(tmp_path):
 def test_truthfulqa_is_asked_without_shots(tmp_path):
     path = tmp_path / 'multiple_choice' / 'validation-00000-of-00001.parquet'
     write_rows(path, [SCORED[2][0]])
-    (question,), *_ = questions.load_task(f'truthfulqa_mc1:{tmp_path}',
-                                          asking(prompt_format='harness'))
+    (question,), *_ = load_task(f'truthfulqa_mc1:{tmp_path}', prompt_format='harness')
     assert question.context.startswith('Q: What is human life expectancy in the United States?\n')
     assert question.context.endswith('Barcelona, Spain.\n\nQ: Q?\nA:')
     assert question.context.count('Q: ') == 7 and question.options[question.answer] == ' yes'
     for place in (tmp_path, path):
         with pytest.raises(DataError, match='truthfulqa_mc1 has no solved questions.*--shots=0'):
-            questions.load_task(f'truthfulqa_mc1:{place}', asking(shots=5))
+            load_task(f'truthfulqa_mc1:{place}', shots=5)
     with pytest.raises(DataError, match='truthfulqa_mc1 has no solved questions for training'):
         questions.solved_files(f'truthfulqa_mc1:{tmp_path}')
 
@@ -116,20 +117,9 @@ def test_answers_that_could_be_read_in_two_ways_are_refused(tmp_path, answers, m
         [*read([tmp_path / 'dev.jsonl'], {})]
 
 
-def test_labels_of_a_row_and_an_index_by_name_are_read_as_they_are(tmp_path):
-    """ARC's own files have letters and digits."""
-    rows = [{'question': 'Q?', 'choices': {'text': list('wxyz'), 'label': list(labels)},
-             'answerKey': key} for labels, key in (('ABCD', 'C'), ('1234', '2'), ('1234', '4'))]
-    assert [q.answer for q in load(tmp_path / 'arc.jsonl', rows, 'arc_easy').items] == [2, 1, 3]
-    with pytest.raises(DataError, match="arc.jsonl:1: no valid answer: '1'; wanted .*C, D;"):
-        load(tmp_path / 'arc.jsonl', [rows[0] | {'answerKey': '1'}], 'arc_easy')
-    rows = [Q | {'answer': 1, 'answer_index': 1}, {**Q, 'answer': None, 'answer_index': 1}]
-    assert [q.answer for q in load(tmp_path / 'own.jsonl', rows).items] == [1, 1]
-
-
 @pytest.mark.parametrize('choices, named', ROWS['named'])
-def test_options_that_name_options_are_counted_where_their_order_changes(tmp_path, capsys, choices,
-                                                                         named):
+def test_options_that_name_options_are_counted_if_their_order_changes(tmp_path, capsys, choices,
+                                                                     named):
     load(tmp_path / 'some.jsonl', [Q | {'choices': choices}], permute=2)
     noted = 'the options of 1 questions seem to name options' in capsys.readouterr().out
     assert noted == named
@@ -138,34 +128,28 @@ def test_options_that_name_options_are_counted_where_their_order_changes(tmp_pat
 
 
 def test_bad_rows_stop_or_are_skipped(tmp_path):
-    with pytest.raises(DataError, match='some.jsonl:2: .*no question among the fields input, '):
-        load(tmp_path / 'some.jsonl', [Q, {'input': 'Q?', 'target': 'a'}])
-    (tmp_path / 'some.jsonl').unlink()
     write_rows(tmp_path / 'dev.jsonl', [Q | {'answer': 7}, Q | {'question': 'Shot?'}])
     write_rows(tmp_path / 'test.jsonl', [Q])
     with pytest.raises(DataError, match='dev.jsonl:1: no valid answer.*--on_bad_row=skip'):
-        questions.load_task(str(tmp_path), asking(shots=1))
-    loaded = questions.load_task(str(tmp_path), asking(shots=1, on_bad_row='skip'))  # of shots too
-    assert len(loaded.bad_rows) == 1 and [q.context[:2] for q in loaded.items] == ['Q?']
-    assert [q.context[:5] for q in loaded.shots['', 'various things']] == ['Shot?']
+        load_task(tmp_path, shots=1)
+    (question,), shots, bad_rows, _ = load_task(tmp_path, shots=1, on_bad_row='skip')
+    assert len(bad_rows) == 1 and question.context[:2] == 'Q?'
+    assert [q.context[:5] for q in shots['', 'various things']] == ['Shot?']
 
 
 def test_the_shots_of_a_folder_of_own_files_are_not_asked(tmp_path, capsys):
     for name in ('dev', 'validation', 'mine'):
         write_rows(tmp_path / f'{name}.jsonl', [Q | {'question': f'{name}?'}])
     (tmp_path / 'more.jsonl.gz').touch()
-    loaded = questions.load_task(str(tmp_path), asking(shots=1))
-    assert [q.context[:5] for q in loaded.items] == ['mine?']
+    assert [q.context[:5] for q in load_task(tmp_path, shots=1).items] == ['mine?']
     printed = capsys.readouterr().out
     assert printed.count('*.jsonl is read, and not more.jsonl.gz; to read all') == 1
     assert 'among their shots' not in printed
-    write_rows(tmp_path / 'mine.jsonl', [Q | {'question': f'{name}?'} for name in ('mine', 'dev')])
-    questions.load_task(str(tmp_path), asking(shots=1))
-    assert f'{tmp_path}: 1 questions are also among their shots' in capsys.readouterr().out
-    write_rows(tmp_path / 'mine.jsonl', [{'question': 'dev? ', 'choices': ['b', 'a'], 'answer': 1}])
-    write_rows(tmp_path / 'dev.jsonl', [{'question': 'dev?', 'choices': ['a', 'b'], 'answer': 0}])
-    questions.load_task(str(tmp_path), asking(shots=1))     # in another order
-    assert f'{tmp_path}: 1 questions are also among their shots' in capsys.readouterr().out
+    in_another_order = {'question': 'dev? ', 'choices': ['b', 'a'], 'answer': 1}
+    for row in (Q | {'question': 'dev?'}, in_another_order):
+        write_rows(tmp_path / 'mine.jsonl', [Q, row])
+        load_task(tmp_path, shots=1)
+        assert f'{tmp_path}: 1 questions are also among their shots' in capsys.readouterr().out
 
 
 def test_ids_and_digests_differ_and_duplicate_options_are_marked(tmp_path):
@@ -188,14 +172,11 @@ def test_a_limit_is_a_sample_over_the_subjects_of_each_language(tmp_path):
     for subject, n in {'algebra': 100, 'anatomy': 135, 'virology': 3, 'zoology': 400}.items():
         (tmp_path / 'test' / f'{subject}_test.csv').write_text('\ufeff' + ''.join(
             f'"{subject}, {i}?",w,x,y,z,A\n' for i in range(n)))
-
-    def drawn(**options):
-        return questions.load_task(f'mmlu:{tmp_path}', asking(**options))
-    loaded = drawn(limit=100, seed=3)
+    loaded = load_task(f'mmlu:{tmp_path}', limit=100, seed=3)
     subjects, contexts = zip(*((q.subject, q.context) for q in loaded.items))
     assert loaded.total == 638 and len(subjects) == 100 and subjects.count('virology') == 3
     assert {subjects.count(s) for s in set(subjects) - {'virology'}} == {32, 33}
-    whole = {q.id: q.context for q in drawn().items}
+    whole = {q.id: q.context for q in load_task(f'mmlu:{tmp_path}').items}
     assert all(whole[q.id] == q.context for q in loaded.items)      # ids do not change
 
 
@@ -208,10 +189,9 @@ def test_csv_rows_fit_their_header(tmp_path):
             ('id,question,A,B,target\n0,Q?,a,b,B\n', '2: no answer among .* a, b, target; wa')):
         path.write_text(text)
         with pytest.raises(DataError, match=f'some.csv:{message}'):
-            questions.load_task(str(path), asking())
+            load_task(path)
     path.write_text('Q?,a,b,c,d,B\n\nWhich?,question,answer,c,d,A\nQ?,a,b,c,d,B\n')
-    kept = questions.load_task(str(path), asking()).items
-    assert [q.place[-1] for q in kept] == ['1', '3', '4']    # only a first row can be a header
+    assert [q.place[-1] for q in load_task(path).items] == ['1', '3', '4']    # no header there
     path.write_text('"Q; or\n, ?",a, b,c,d,B\n')       # a space may be part of a choice
     assert [*questions.read_rows(path)] == [(f'{path}:1', ['Q; or\n, ?', 'a', ' b', 'c', 'd', 'B'])]
     path.write_text('Prompt,response\n"Q, ?",A\n')
@@ -223,14 +203,14 @@ def test_csv_rows_fit_their_header(tmp_path):
 
 
 def test_a_task_that_cannot_be_loaded_so_is_named_with_what_would_help(tmp_path):
-    folder = tmp_path / 'folder'
-    about = Q | {'subject': 'abstract_algebra'}
-    for path, rows in ((folder / 'dev.jsonl', [about] * 2), (folder / 'test.jsonl', [about]),
-                       (folder / 'de' / 'test-00000-of-00001.parquet', [about])):
-        write_rows(path, rows)
+    folder, about = tmp_path / 'folder', Q | {'subject': 'abstract_algebra'}
+    for name in ('dev.jsonl', 'test.jsonl', 'de/test-00000-of-00001.parquet'):
+        write_rows(folder / name, [about] * 2)
     mixed = write_rows(tmp_path / 'mixed' / 'test.jsonl', [Q | {'language': x}
                                                            for x in ('de', 'english', 'sw')])
     plain = write_rows(tmp_path / 'plain.jsonl', [Q])
+    blank = write_rows(tmp_path / 'blank.jsonl', [
+        {'sentence': 'A _ is old.', 'option1': 'fox', 'option2': 'dog', 'answer': '1'}])
     for name, options, message in (
             (f'mmlu:{folder}', {'shots': 5},
              "2 solved questions about 'abstract_algebra', 5 wanted; --shots=2 would"),
@@ -240,19 +220,18 @@ def test_a_task_that_cannot_be_loaded_so_is_named_with_what_would_help(tmp_path)
             (f'mmlu:{folder}', {'prompt_format': 'harness', 'scoring': 'text'}, 'leave out --scor'),
             (mixed, {'languages': ('de', 'englisch')}, "did you mean 'english'"),
             (plain, {'languages': ('de',)}, 'plain.jsonl has no language .* no field "language"'),
-            (f'mmlu_prox:{plain}', {'header': 'native'}, "language '' has no wording")):
-        with pytest.raises(DataError, match=message):
-            questions.load_task(str(name), asking(**options))
-    for name, options, message in (
+            (f'mmlu_prox:{plain}', {'header': 'native'}, "language '' has no wording"),
+            (plain, {'permute': 3, 'scoring': 'text'}, 'settings scores the text of its options'),
+            (f'winogrande_s:{blank}', {'contextual': True, 'prompt_format': 'harness'},
+             'blank.jsonl:1: contextual needs a prompt in which N/A'),
             (f'clm:{folder}', {'chat': 'tulu'}, 'chat.*: clm scores'),
             (f'facts:{folder}', {'languages': ('de',)}, 'lang.*: facts s'),
             ('gsm9k', {}, 'did you mean .gsm8k.. The tasks are .*, gsm8k, .* clm, facts.*, each')):
         with pytest.raises((ConfigError, DataError), match=message):
-            load_tasks(asking(tasks=(name,), **options))
-    assert [q.language for q in questions.load_task(
-        str(mixed.parent), asking(languages=('sw', 'de', 'de'))).items] == ['de', 'sw']
-    (question,), *_ = questions.load_task(f'mmlu_prox:{plain}',
-                                          asking(languages=('de',), header='native'))
+            load_tasks(asking(tasks=(str(name),), **options))
+    assert [q.language for q in load_task(
+        mixed.parent, languages=('sw', 'de', 'de')).items] == ['de', 'sw']
+    (question,), *_ = load_task(f'mmlu_prox:{plain}', languages=('de',), header='native')
     assert question.language == 'de' and question.context.endswith('\nAntwort:')
 
 
@@ -270,7 +249,7 @@ def test_an_archive_on_the_hub_is_unpacked(tmp_path, monkeypatch):
     shutil.make_archive(tmp_path / 'snapshot' / 'cmmlu_v1_0_1', 'zip', tmp_path / 'content')
     monkeypatch.setattr('huggingface_hub.snapshot_download', download)
     for _ in range(2):
-        asked, solved, *_ = questions.load_task('cmmlu', asking(shots=2, header='native'))
+        asked, solved, *_ = load_task('cmmlu', shots=2, header='native')
         assert [q.answer for q in asked] == [0, 1, 2] and len(solved['', 'agronomy']) == 2
         assert asked[0].header.startswith('以下是关于农学的') and asked[0].subject == 'agronomy'
         assert asked[1].context == '问题test1\nA. 甲\nB. 乙\nC. 丙\nD. 丁\n答案：'
@@ -278,14 +257,11 @@ def test_an_archive_on_the_hub_is_unpacked(tmp_path, monkeypatch):
         'cmmlu_v1_0_1', 'cmmlu_v1_0_1.zip', 'cmmlu_v1_0_1.tmp'}
 
 
-GOLDEN = json.loads((HERE / 'tests/golden_prompts.json').read_text())
-
-
 @pytest.mark.parametrize('task, file, row, prompts, answer, letters',
-                         [row.values() for row in GOLDEN])
+                         [row.values() for row in cases_of('golden_prompts.json')])
 def test_prompts_of_bayesian_lora_are_known(tmp_path, task, file, row, prompts, answer, letters):
     write_rows(tmp_path / file, [row])
-    (question,), *_ = questions.load_task(f'{task}:{tmp_path}', asking(prompt_format='harness'))
+    (question,), *_ = load_task(f'{task}:{tmp_path}', prompt_format='harness')
     assert not question.header and question.answer == answer
     assert [f'{part.context}|{option}' for part in question.parts
             for option in part.options] == prompts
@@ -293,7 +269,7 @@ def test_prompts_of_bayesian_lora_are_known(tmp_path, task, file, row, prompts, 
     proposed = question.proposing(1)
     assert proposed.parts == [proposed] and proposed.options == [' (A)', ' (B)']
     assert prompts[1].rpartition('\n')[2].partition('|')[2].strip() in proposed.context
-    (question,), *_ = questions.load_task(f'{task}:{tmp_path}', asking())
+    (question,), *_ = load_task(f'{task}:{tmp_path}')
     assert question.context == letters and question.options == [' A', ' B']
     assert question.answer == answer and question.header.startswith('The following are multiple')
 
@@ -323,26 +299,23 @@ def test_questions_with_any_beginning_have_the_tokens_of_the_whole_text(kind, ch
                 assert ids == whole[:len(ids)] and len(ids) >= len(whole) - (chat != 'none')
 
 
-def algebra(i):
-    return {'question': f'Q{i}?', 'choices': ['w', 'x'], 'answer': i % 2,
-            'subject': 'abstract_algebra'}
-
-
 SHOT = ('The following are multiple choice questions (with answers) about abstract algebra.\n\n'
         'Q0?\nA. w\nB. x\nAnswer: A\n\n')
 
 
 @pytest.mark.parametrize('chat', ['none', 'tulu'])
 def test_show_prints_what_is_scored_and_needs_no_weights(tmp_path, capsys, chat):
-    write_rows(tmp_path / 'mmlu' / 'dev.jsonl', [algebra(0)])
-    write_rows(tmp_path / 'mmlu' / 'test.jsonl', [algebra(i) for i in (1, 2, 3)])
+    rows = [{'question': f'Q{i}?', 'choices': ['w', 'x'], 'answer': i % 2,
+             'subject': 'abstract_algebra'} for i in range(4)]
+    write_rows(tmp_path / 'mmlu' / 'dev.jsonl', rows[:1])
+    write_rows(tmp_path / 'mmlu' / 'test.jsonl', rows[1:])
     mmlu = f'mmlu:{tmp_path}/mmlu'
     evaluate.main([f'--tasks={mmlu}', '--shots=1', '--show=2'])     # and no model
     printed = capsys.readouterr().out
     for i in (1, 2):
         assert f"{SHOT}Q{i}?\nA. w\nB. x\nAnswer:\n--- options\n' A'\n' B'\n" in printed
     assert 'mmlu: 2 of 3 questions' in printed and 'Q3?' not in printed
-    (text, *_), *_ = questions.load_task(mmlu, asking(scoring='text', header='none'))
+    (text, *_), *_ = load_task(mmlu, scoring='text', header='none')
     assert (text.header, text.context, text.options) == ('', 'Q1?\nAnswer:', [' w', ' x'])
     with pytest.raises(ConfigError, match='chat = tulu: the template needs .*--model'):
         evaluate.main([f'--tasks={mmlu}', '--shots=1', '--show=2', '--chat=tulu'])
@@ -351,13 +324,12 @@ def test_show_prints_what_is_scored_and_needs_no_weights(tmp_path, capsys, chat)
     transformers.LlamaConfig(vocab_size=400, hidden_size=16, num_attention_heads=2,
                              intermediate_size=16).save_pretrained(folder)
     text = write_rows(tmp_path / 'text.jsonl', [{'text': 'The quick brown fox'}])
-    arguments = [f'--model={folder}', f'--tasks={mmlu}' + f',clm:{text}' * (chat == 'none'),
-                 '--shots=1', '--show=1', f'--chat={chat}', '--device=cpu']
-    evaluate.main(arguments)
+    evaluate.main([f'--model={folder}', f'--tasks={mmlu}' + f',clm:{text}' * (chat == 'none'),
+                   '--shots=1', '--show=1', f'--chat={chat}', '--device=cpu'])
     printed, tokenizer = capsys.readouterr().out, load_tokenizer(folder)
-    loaded = questions.load_task(mmlu, asking(shots=1))
-    (_, tree), *_ = tokenize_questions(loaded.items, loaded.shots, tokenizer, add_bos=True,
-                                       max_length=999, chat=chat)
+    items, shots, *_ = load_task(mmlu, shots=1)
+    (_, tree), *_ = tokenize_questions(items, shots, tokenizer, add_bos=True, max_length=999,
+                                       chat=chat)
     ids = [*tree.prefix, *tree.prompt]
     assert SHOT in tokenizer.decode(ids)
     tokens = '|'.join(tokenizer.decode([i], start=False) for i in [*ids, *tree.continuations[0]])

@@ -160,13 +160,11 @@ def test_a_question_in_several_languages_is_one_question(monkeypatch):
 def test_conformal_sets_of_a_group_have_the_thresholds_of_all_rows():
     """Pooled, the coverage is 0.9 by construction; a language that is known less has less."""
     random = np.random.default_rng(0)
-    rows = []
-    for i in range(400):
-        z, language = random.normal(size=4) * 2, ('sw', 'en')[i % 2]
-        known = (z + random.gumbel(size=4)).argmax()
-        rows.append(question(i, options=[' A', ' B', ' C', ' D'], n_tokens=[1] * 4,
-                             answer=int(known if language == 'en' else random.integers(4)),
-                             log_probs=np.log(metrics.softmax(z)).tolist(), language=language))
+    probs = metrics.softmax(random.normal(size=(400, 4)) * 2)
+    answers = {'sw': random.integers(4, size=400), 'en': [random.choice(4, p=p) for p in probs]}
+    rows = [question(i, options=[' A', ' B', ' C', ' D'], n_tokens=[1] * 4, language=language,
+                     answer=int(answers[language][i]), log_probs=np.log(probs[i]).tolist())
+            for k, language in enumerate(('en', 'sw')) for i in range(k, 400, 2)]
     rows.sort(key=samples.sample_order)
     summary = report.summarize(rows, 'token', n_bootstrap=50)
     p = report.predictions(rows, 'token')

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 import torch
-from common import (asking, head_of_32, logits_of, lora_model, plain_log_probs, recorded,
-                    reference_model, small_model, write_rows)
+from common import (asking, head_of_32, lora_model, plain_log_probs, recorded, reference_model,
+                    small_model, write_rows)
 
 import metrics
 import scoring
@@ -13,7 +13,6 @@ from data.chat import encode_conversation
 from data.trees import tokenize_questions
 from decoding.answers import Answer
 from runtime import checkpoint
-from runtime.errors import DataError
 
 
 def random_trees(rng, own_starts=True, n=12):
@@ -87,23 +86,6 @@ def test_rows_of_many_long_answers_to_a_prompt_have_a_limit(tmp_path, monkeypatc
         assert found[i][k] == pytest.approx(alone, rel=1e-5)
 
 
-def test_scored_tokens_of_a_text_equal_the_plain_model(tmp_path):
-    model, rng = small_model('llama', tmp_path), np.random.default_rng(0)
-    trees = [tree_rows.Tree((), rng.integers(0, 211, n).tolist(), scored=[1, n // 2, n - 1])
-             for n in (9, 30, 17)]
-    for index, numbers, values in scoring.score(lambda: model, enumerate(trees), 64,
-                                                 compute=scoring.token_statistics):
-        tree = trees[index]
-        ids = torch.tensor([tree.prompt])
-        log_probs = logits_of(model, ids).log_softmax(-1)[0].detach()
-        for n, (log_prob, top, top_log_prob, entropy) in zip(numbers, values, strict=True):
-            row = log_probs[tree.scored[n] - 1]
-            assert top == row.argmax()
-            assert [log_prob, top_log_prob, entropy] == pytest.approx(
-                [float(x) for x in (row[tree.prompt[tree.scored[n]]], row.max(),
-                                    -(row.exp() * row).sum())], abs=1e-4)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize('name', ['gemma2', 'smollm3'])
 def test_bfloat16_trees_score_as_single_sequences(name, device, tmp_path):
@@ -151,14 +133,6 @@ def test_deterministic_scores_are_bitwise_equal_also_with_the_dropout_of_adapter
                             for i in order]))
 
 
-def first_tree(asked, solved, tokenizer, max_length=2000, **keys):
-    found = next(tokenize_questions(asked, solved, tokenizer, max_length=max_length,
-                                    **({'add_bos': True} | keys)))[1]
-    if isinstance(found, DataError):
-        raise found
-    return found
-
-
 def test_each_option_of_winogrande_has_its_own_start(tokenizers, tmp_path):
     tokenizer, rest = tokenizers['mistral'], ' jumps over the dog.'
     row = {'sentence': 'The fox and the lazy dog: _' + rest, 'option1': 'the quick brown fox',
@@ -189,13 +163,17 @@ def test_whole_shots_are_dropped(tokenizers, tmp_path):
             {'question': f'What is the fox {i}?', 'choices': ['blue', 'a lazy dog', 'brown'],
              'answer': i % 3, 'subject': 'foxes'} for i in range(4)])
     asked, solved, *_ = questions.load_task(str(tmp_path), asking(shots=3, scoring='text'))
-    shots = solved['', 'foxes']
-    sizes = [first_tree(asked, {('', 'foxes'): shots[:n]}, tokenizer) for n in range(4)]
-    for kept, tree in enumerate(sizes):
+
+    def first_tree(n=3, max_length=2000):
+        shots = {('', 'foxes'): solved['', 'foxes'][:n]}
+        return next(tokenize_questions(asked, shots, tokenizer, add_bos=True,
+                                       max_length=max_length))[1]
+    for kept in range(4):
+        tree = first_tree(kept)
         longest = len(tree.prefix) + len(tree.prompt) + max(map(len, tree.continuations))
-        assert first_tree(asked, solved, tokenizer, longest) == tree and tree.shots == kept
+        assert first_tree(max_length=longest) == tree and tree.shots == kept
+        shorter = first_tree(max_length=longest - 1)
         if kept:        # the longest option must fit, and it is not the first
-            assert first_tree(asked, solved, tokenizer, longest - 1).shots == kept - 1
-            continue
-        with pytest.raises(DataError, match='even without shots the prompt has'):
-            first_tree(asked, solved, tokenizer, longest - 1)
+            assert shorter.shots == kept - 1
+        else:
+            assert 'even without shots the prompt has' in str(shorter)

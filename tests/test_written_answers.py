@@ -46,18 +46,17 @@ def test_popqa_is_read_from_its_tsv_and_a_malformed_row_is_a_bad_row(tmp_path):
     assert (question.id, question.subject) == ('42', 'job')
     assert question.references == ['politician', 'a, b']
     path = tmp_path / 'test.jsonl'
-    good = {'question': 'Who?', 'possible_answers': '["a"]', 'prop': 'x', 'id': 1}
-    for row, message in (({'possible_answers': '[]'}, 'possible_answers must be a JSON list'),
-                         ({'possible_answers': '["a", 1]'}, 'a reference answer is not text but i'),
-                         ({'prop': None}, 'the subject is missing')):
+    good = {'question': 'Who?', 'possible_answers': '["a"]', 'answers': ['a'], 'prop': 'x', 'id': 1}
+    for task, row, message in (
+            ('popqa', {'possible_answers': '[]'}, 'possible_answers must be a JSON list'),
+            ('popqa', {'possible_answers': '["a", 1]'}, 'a reference answer is not text but int'),
+            ('popqa', {'prop': None}, 'the subject is missing'),
+            ('qa', {'answer': 'Bob'}, '"answer" is not among "answers"')):
         write_rows(path, [good | row, good])
         with pytest.raises(DataError, match=f'test.jsonl:1: {message}'):
-            load_written(f'popqa:{path}', asking(shots=0))
-        loaded = load_written(f'popqa:{path}', asking(shots=0, on_bad_row='skip'))
+            load_written(f'{task}:{path}', asking())
+        loaded = load_written(f'{task}:{path}', asking(on_bad_row='skip'))
         assert (len(loaded.items), len(loaded.bad_rows)) == (1, 1)
-    write_rows(path, [{'question': 'Who?', 'answers': ['Ann', 'Eve'], 'answer': 'Bob'}])
-    with pytest.raises(DataError, match='test.jsonl:1: "answer" is not among "answers"'):
-        load_written(f'qa:{path}', asking(shots=0))
 
 
 def test_a_proposed_or_verbalized_answer_continues_the_prompt_of_its_paper(tmp_path):
@@ -323,14 +322,8 @@ def test_a_model_can_be_tuned_and_asked_to_say_what_it_knows(asked, tmp_path):
     assert letters == {(f'Question: What is the colour of {row["id"]}?\nDo you know the answer?\n'
                         f'A. Yes\nB. No\nAnswer:'): [*'A' * (i % 5), *'B' * (4 - i % 5)]
                        for i, row in enumerate(rows)}
-    arguments = [f'--model={folder / "model"}', f'--tasks=p_ik:{tmp_path}', '--device=cpu',
-                 '--n_bootstrap=10', '--pictures=False', f'--out_dir={tmp_path / "out"}']
-    with pytest.raises(DataError, match='5 shots wanted, but p_ik has none'):
-        evaluate.main(arguments)
-    evaluate.main([*arguments, '--shots=0'])
-    known = {s['id']: s for s in samples_of(tmp_path / 'out', 'p_ik')}
-    assert {f'qa/{row["id"]}': i % 5 > 0 for i, row in enumerate(rows)} == {
-        id: sample['correct'] for id, sample in known.items()}      # of its first drawn answer
-    result = results_of(tmp_path / 'out')['tasks']['p_ik']
+    result = ask(folder, tmp_path / 'out', f'--tasks=p_ik:{tmp_path}', '--shots=0')['p_ik']
+    assert {f'qa/{row["id"]}': i % 5 > 0 for i, row in enumerate(rows)} == {    # the first drawn
+        s['id']: s['correct'] for s in samples_of(tmp_path / 'out', 'p_ik')}
     assert result['distribution'] == 'P(IK) of a drawn answer, asked in words, 0 shots, plain text'
     assert 'n' not in result and {'auroc', 'brier_skill', 'prr'} <= result['pooled'].keys()
