@@ -88,9 +88,8 @@ ROWS = [
 def config(base, folder, rows, **values):
     settings = {'model': str(base), 'data': str(write_rows(folder / 'rows.jsonl', rows)),
                 'out_dir': str(folder / 'run'), 'cache_dir': str(folder / 'cache'), 'workers': 1,
-                'device': 'cpu', 'dtype': 'float32', 'save_dtype': 'float32', 'pictures': False,
-                'batch_size': len(rows), 'max_length': 64, 'pack_len': 96,
-                'checkpoint_epochs': False}
+                'device': 'cpu', 'save_dtype': 'float32', 'pictures': False, 'max_length': 64,
+                'batch_size': len(rows), 'pack_len': 96, 'checkpoint_epochs': False}
     if values.get('method', 'dpo') in PAIR_LOSSES:
         settings['beta'] = BETA
     return AlignConfig(**settings | values)
@@ -265,19 +264,17 @@ def test_transformers_reads_each_reward_at_the_token_that_ends_the_answer(base, 
     {'method': 'dpo', 'micro_rows': 2}, {'method': 'reward', 'lora': True}],
     ids=['DPO', 'a reward model with LoRA'])
 def test_two_processes_align_as_one(base, values, tmp_path):
-    """To rounding: the numbers of each step, a reference that the two compute, and weights."""
+    """To rounding: the numbers of each step, which need the reference of both, and weights."""
     lengths = [3, 17, 8, 1, 12, 5, 9, 2, 14, 6]     # so that the two have answers of other prompts
     rows = ROWS[:2] + [{'prompt': f'Name {i}.', 'chosen': 'Yes. ' * n, 'rejected': 'No! ' * (n % 4)
                         + 'So.'} for i, n in enumerate(lengths)]
     cfg = config(base, tmp_path, rows, lr=1e-3, epochs=3, val_size=4, val_every=2, batch_size=5,
                  max_length=160, pack_len=160, **values)
-    reference_of = {}
     for n in (1, 2):
         case = replace(cfg, out_dir=str(tmp_path / str(n)), cache_dir=str(tmp_path / f'cache-{n}'))
         (tmp_path / 'config.py').write_text(dump_config(case))
         done = run_scripts(n, 'align.py', tmp_path / 'config.py')
         assert done.returncode == 0, done.stderr
-        reference_of[n] = [np.load(path)[path.stem] for path in Path(case.cache_dir).glob('*.npz')]
     one, two = (log_of(tmp_path / n) for n in '12')
     assert len(one) == 4 and {'val_loss', 'val_accuracy'} <= one[-1].keys()
     for a, b in zip(one, two, strict=True):
@@ -285,8 +282,6 @@ def test_two_processes_align_as_one(base, values, tmp_path):
         for key in a.keys() - {'tokens_per_s', 'micro_rows'}:
             assert a[key] == pytest.approx(b[key], rel=1e-3, abs=1e-4), key
     assert apart(tmp_path / '1', tmp_path / '2', base) < 2e-3
-    assert len(reference_of[1]) == (cfg.method == 'dpo')
-    assert all(np.allclose(a, b, rtol=1e-5) for a, b in zip(*reference_of.values(), strict=True))
 
 
 def above_a_margin(pairs, cfg):
