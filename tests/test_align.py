@@ -1,5 +1,6 @@
 """align.py: pairwise losses, trees against separate rows, whole runs."""
 
+import contextlib
 import itertools
 import math
 import shutil
@@ -9,13 +10,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from common import (apart, cases_of, edit_config, expect_step, log_of, off, plain_log_probs,
-                    rewrite, write_rows)
+from common import (apart, cases_of, edit_config, expect_step, log_of, logits_of, off,
+                    plain_log_probs, rewrite, write_rows)
 
 import align
 import train
 from align import PAIR_LOSSES, STAGES, AlignConfig, Pairs
 from alignment import reference, rewards, rollouts
+from bridges import adapter
 from data.preferences import to_tree
 from runtime import checkpoint
 from runtime.config import dump_config
@@ -48,12 +50,11 @@ WEIGHTS = {
 }
 
 
-@pytest.mark.parametrize('name, per_token', [
-    *((name, per_token) for name in WEIGHTS for per_token in (False, True) if name != 'simpo'),
-    ('simpo', True)])
+@pytest.mark.parametrize('per_token', [False, True])
+@pytest.mark.parametrize('name', WEIGHTS)
 def test_the_weights_of_both_answers_are_those_of_the_papers(name, per_token):
     _, g_w, g_l, p = derivatives(name, per_token)
-    n_w, n_l = (p.n_w, p.n_l) if per_token else (1, 1)
+    n_w, n_l = (p.n_w, p.n_l) if per_token or name == 'simpo' else (1, 1)
     r_w, r_l = (0, 0) if name == 'simpo' else (p.r_w, p.r_l)    # which has no reference
     d = (p.s_w - r_w) / n_w - (p.s_l - r_l) / n_l
     expected = WEIGHTS[name](BETA * d, d)
@@ -76,10 +77,10 @@ def test_orpo_is_the_nll_and_the_log_odds_ratio():
 # ---- Trees against separate rows -----------------------------------------------------------------
 
 ROWS = [
-    {'prompt': 'Name a color.', 'chosen': 'Red.', 'rejected': 'Seven, of course!'},
+    {'prompt': 'Name a color.', 'chosen': 'Red.', 'rejected': 'Seven, of course!', 'margin': 0.5},
     {'prompt': 'Why?', 'responses': ['Who knows.', 'I see', 'Because.', 'why not'],
      'scores': [3, 1, 3, 2]},
-    {'prompt': 'Count to three, then stop.', 'chosen': 'One two three.', 'rejected': 'No.'},
+    {'prompt': 'Count to three.', 'chosen': 'One two three.', 'rejected': 'No.', 'margin': 2.5},
     {'prompt': 'a', 'chosen': 'b c d e f g', 'rejected': 'h'},
 ]
 
@@ -87,9 +88,8 @@ ROWS = [
 def config(base, folder, rows, **values):
     settings = {'model': str(base), 'data': str(write_rows(folder / 'rows.jsonl', rows)),
                 'out_dir': str(folder / 'run'), 'cache_dir': str(folder / 'cache'), 'workers': 1,
-                'device': 'cpu', 'dtype': 'float32', 'save_dtype': 'float32', 'pictures': False,
-                'batch_size': len(rows), 'max_length': 64, 'pack_len': 96,
-                'checkpoint_epochs': False}
+                'device': 'cpu', 'save_dtype': 'float32', 'pictures': False, 'max_length': 64,
+                'batch_size': len(rows), 'pack_len': 96, 'checkpoint_epochs': False}
     if values.get('method', 'dpo') in PAIR_LOSSES:
         settings['beta'] = BETA
     return AlignConfig(**settings | values)
@@ -105,25 +105,41 @@ def run_of(cfg):
 
 
 def plain_loss(model, run, cfg, reference):
-    """Return the loss of all rows, each answer in a row of its own, by log_softmax."""
+    """Return the loss of all rows, each answer in a row of its own."""
+    def score(prompt, option):
+        """The log-probability of an answer, or its reward."""
+        if cfg.method != 'reward':
+            return plain_log_probs(model, prompt, option)[0].sum()
+        tokens = torch.tensor([prompt + option])
+        hidden = model.decoder(tokens, torch.arange(tokens.shape[1])[None], None)
+        return hidden[0, -1].double() @ model.score.weight[0].double()
+
+    def pair_loss(pairs, margin):
+        if cfg.method != 'reward':
+            return PAIR_LOSSES[cfg.method](pairs, cfg)
+        return (-torch.nn.functional.logsigmoid(pairs.s_w - pairs.s_l - margin)
+                + cfg.centering * (pairs.s_w + pairs.s_l) ** 2)
     total = 0
-    for i in range(len(run.sequences)):
+    for i, row in enumerate(ROWS):
         tree, ranks = to_tree(*run.sequences[i])
-        s = [plain_log_probs(model, tree.prompt, option)[0].sum() for option in tree.continuations]
+        s = [score(tree.prompt, option) for option in tree.continuations]
         n = torch.tensor([float(len(option)) for option in tree.continuations])
         r = torch.tensor(reference[i])
-        losses = [PAIR_LOSSES[cfg.method](Pairs(s[j], s[k], n[j], n[k], r[j], r[k]), cfg)
+        losses = [pair_loss(Pairs(s[j], s[k], n[j], n[k], r[j], r[k]), row.get('margin', 0.0))
                   for j, k in itertools.permutations(range(len(s)), 2) if ranks[j] < ranks[k]]
-        total = total + torch.stack(losses).mean() / len(run.sequences)
+        total = total + torch.stack(losses).mean() / len(ROWS)
     return total
 
 
 @pytest.mark.parametrize('base, method', [
-    ('llama', 'dpo'), ('llama', 'simpo'), ('llama', 'orpo'),
+    ('llama', 'dpo'), ('llama', 'simpo'), ('llama', 'orpo'), ('llama', 'reward'),
     pytest.param('gemma2', 'robust', marks=pytest.mark.slow)], indirect=['base'])
-def test_trees_in_any_packing_have_the_loss_and_gradients_of_separate_rows(base, method, tmp_path):
-    cfg = config(base, tmp_path, ROWS, method=method)
+def test_trees_have_the_loss_and_gradients_of_separate_rows(base, method, tmp_path, capsys):
+    cfg = config(base, tmp_path, ROWS, method=method, centering=0.1 * (method == 'reward'))
     run, model = run_of(cfg)
+    assert ('2 pairs have a margin, which' in capsys.readouterr().out) == (method != 'reward')
+    if method == 'reward':      # which begins with zeros
+        torch.nn.init.normal_(model.score.weight)
     make = torch.Generator().manual_seed(0)
     reference = np.zeros((4, 9))
     if run.reference is not None:     # another than the policy, else all margins are 0
@@ -163,7 +179,7 @@ def test_the_reference_is_computed_once_and_belongs_to_model_and_data(base, tmp_
 def test_a_run_begins_at_its_reference_and_learns_its_pairs(base, tmp_path, method):
     rows = [{'prompt': f'Name {i}.', 'chosen': 'Yes.', 'rejected': 'No!'} for i in range(10)]
     cfg = config(base, tmp_path, rows, method=method, epochs=25, lr=1e-2, lora=True,
-                 val_size=4, val_every=10, pictures=True, batch_size=6)
+                 val_size=4, val_every=10, pictures=True, batch_size=6, checkpoint_activations=True)
     align.align(cfg)
     first, *_, last = log_of(tmp_path / 'run')
     assert first['loss'] == pytest.approx(math.log(2), abs=1e-4)
@@ -179,6 +195,11 @@ def test_a_run_begins_at_its_reference_and_learns_its_pairs(base, tmp_path, meth
     else:
         assert last['margin'] > 1
         assert last['chosen'] - first['chosen'] > last['rejected'] - first['rejected']
+        model, tokens = checkpoint.load(base), torch.arange(3, 40)[None]
+        before, merged = logits_of(model, tokens), logits_of(tmp_path / 'run', tokens)
+        adapter.add_adapter(model, tmp_path / 'run')
+        assert torch.allclose(logits_of(model, tokens), merged, atol=1e-3)
+        assert not torch.allclose(before, merged, atol=1e-2)
 
 
 # ---- Reward models -------------------------------------------------------------------------------
@@ -238,47 +259,22 @@ def test_transformers_reads_each_reward_at_the_token_that_ends_the_answer(base, 
         broken.scores(messages, texts, None)
 
 
-def test_the_reward_loss_is_that_of_all_pairs_and_trains_the_score(base, tmp_path, capsys):
-    rows = [row | {'margin': 0.5 + i} if 'chosen' in row else row for i, row in enumerate(ROWS)]
-    cfg = config(base, tmp_path, rows, method='reward', centering=0.1)
-    run, model = run_of(cfg)
-    torch.nn.init.normal_(model.score.weight)
-    total = 0
-    for i in range(len(run.sequences)):
-        tree, ranks = to_tree(*run.sequences[i])
-        r = []
-        for option in tree.continuations:
-            tokens = torch.tensor([tree.prompt + option])
-            hidden = model.decoder(tokens, torch.arange(tokens.shape[1])[None], None)
-            r.append((hidden[0, -1].double() * model.score.weight[0].double()).sum())
-        m = rows[i].get('margin', 0.0)
-        losses = [-torch.nn.functional.logsigmoid(r[j] - r[k] - m) + 0.1 * (r[j] + r[k]) ** 2
-                  for j, k in itertools.permutations(range(len(r)), 2) if ranks[j] < ranks[k]]
-        total = total + torch.stack(losses).mean() / len(run.sequences)
-    expect_step(model, total)(run.stage.pack(run, np.array([3, 1, 0, 2]), 1), cfg,
-                              run.stage.objective)
-    run_of(replace(cfg, method='dpo', centering=0.0))
-    assert 'pairs have a margin, which only' in capsys.readouterr().out
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize('values', [
     {'method': 'dpo', 'micro_rows': 2}, {'method': 'reward', 'lora': True}],
     ids=['DPO', 'a reward model with LoRA'])
 def test_two_processes_align_as_one(base, values, tmp_path):
-    """To rounding: the numbers of each step, a reference that the two compute, and weights."""
+    """To rounding: the numbers of each step, which need the reference of both, and weights."""
     lengths = [3, 17, 8, 1, 12, 5, 9, 2, 14, 6]     # so that the two have answers of other prompts
     rows = ROWS[:2] + [{'prompt': f'Name {i}.', 'chosen': 'Yes. ' * n, 'rejected': 'No! ' * (n % 4)
                         + 'So.'} for i, n in enumerate(lengths)]
     cfg = config(base, tmp_path, rows, lr=1e-3, epochs=3, val_size=4, val_every=2, batch_size=5,
                  max_length=160, pack_len=160, **values)
-    reference_of = {}
     for n in (1, 2):
         case = replace(cfg, out_dir=str(tmp_path / str(n)), cache_dir=str(tmp_path / f'cache-{n}'))
         (tmp_path / 'config.py').write_text(dump_config(case))
         done = run_scripts(n, 'align.py', tmp_path / 'config.py')
         assert done.returncode == 0, done.stderr
-        reference_of[n] = [np.load(path)[path.stem] for path in Path(case.cache_dir).glob('*.npz')]
     one, two = (log_of(tmp_path / n) for n in '12')
     assert len(one) == 4 and {'val_loss', 'val_accuracy'} <= one[-1].keys()
     for a, b in zip(one, two, strict=True):
@@ -286,8 +282,6 @@ def test_two_processes_align_as_one(base, values, tmp_path):
         for key in a.keys() - {'tokens_per_s', 'micro_rows'}:
             assert a[key] == pytest.approx(b[key], rel=1e-3, abs=1e-4), key
     assert apart(tmp_path / '1', tmp_path / '2', base) < 2e-3
-    assert len(reference_of[1]) == (cfg.method == 'dpo')
-    assert all(np.allclose(a, b, rtol=1e-5) for a, b in zip(*reference_of.values(), strict=True))
 
 
 def above_a_margin(pairs, cfg):
@@ -299,26 +293,18 @@ def by_a_name(pairs, settings):
     return getattr(settings, 'gam' + 'ma') * pairs.s_l
 
 
-def without_gamma(pairs, cfg):
-    """Not cfg.gamma."""
-    return cfg.beta * pairs.margin(cfg)
-
-
-def test_a_setting_that_a_loss_reads_is_not_refused_however_rarely_it_matters(monkeypatch):
-    losses = [above_a_margin, by_a_name, lambda pairs, cfg: cfg.gamma * pairs.s_w, without_gamma]
-    for loss in losses:
-        monkeypatch.setitem(align.PAIR_LOSSES, 'own', loss)
-        values = {'method': 'own', 'gamma': 2.0, 'per_token': True}
-        if loss is without_gamma:
-            with pytest.raises(ConfigError, match="gamma = 2.0 has no effect with method = 'own'"):
-                align.check_align_config(AlignConfig(**values))
-            values['gamma'] = AlignConfig.gamma
-        align.check_align_config(AlignConfig(**values))
-    for name, keys in {'dpo': {'per_token'}, 'cdpo': {'per_token', 'label_noise'},
-                       'ipo': {'per_token'}, 'robust': {'per_token', 'label_noise'},
-                       'hinge': {'per_token'}, 'simpo': {'gamma'}, 'orpo': set()}.items():
-        assert keys == {key for key in ('per_token', 'label_noise', 'gamma')
-                        if align.may_read(align.PAIR_LOSSES[name], key)}, name
+@pytest.mark.parametrize('loss, keys', [
+    (align.dpo, 'per_token'), (align.cdpo, 'per_token, label_noise'), (align.ipo, 'per_token'),
+    (align.robust, 'per_token, label_noise'), (align.hinge, 'per_token'), (align.simpo, 'gamma'),
+    (align.orpo, ''), (above_a_margin, 'per_token, gamma'),
+    (by_a_name, 'per_token, label_noise, gamma'),       # all, if it is not known which
+    (lambda pairs, cfg: cfg.gamma * pairs.s_w, 'per_token, label_noise, gamma')])
+def test_a_setting_is_refused_if_the_loss_cannot_read_it(loss, keys, monkeypatch):
+    monkeypatch.setitem(align.PAIR_LOSSES, 'own', loss)
+    for key, value in (('per_token', True), ('label_noise', 0.2), ('gamma', 2.0)):
+        refuses = pytest.raises(ConfigError, match=f'{key} = {value} has no effect')
+        with contextlib.nullcontext() if key in keys else refuses:
+            align.check_align_config(AlignConfig(**{'method': 'own', key: value}))
 
 
 @pytest.mark.parametrize('values, message', cases_of('wrong_settings.toml')['align'])

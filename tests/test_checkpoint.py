@@ -8,7 +8,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from common import (HERE, add_to_hub, by_transformers, cases_of, edit_config, few_layers,
@@ -31,10 +30,9 @@ def test_saved_folder_loads_in_transformers(name, shard_bytes, tmp_path, monkeyp
     names = saving.save(model, tmp_path / 'ours', torch.float32, tmp_path / 'theirs')
     again, tokens = by_transformers(tmp_path / 'ours'), torch.randint(0, 211, (1, 45))
     assert torch.equal(again(tokens).logits, reference(tokens).logits)
-    weights = checkpoint.load(tmp_path / 'ours').state_dict()
-    assert all(torch.equal(weights[k], v) for k, v in model.state_dict().items())
-    assert sorted(weights) == sorted(
-        key for _, key, _ in checkpoint.read_weights(tmp_path / 'ours'))
+    loaded = checkpoint.load(tmp_path / 'ours').state_dict()
+    assert all(torch.equal(loaded[key], x) for key, x in model.state_dict().items())
+    assert sorted(loaded) == sorted(key for _, key, _ in checkpoint.read_weights(tmp_path / 'ours'))
     files = {path.name for path in (tmp_path / 'ours').iterdir()}
     assert {*names} == files and 'generation_config.json' in files
     assert ('model.safetensors' in files) == (shard_bytes == 10**9)
@@ -85,10 +83,9 @@ KEY = 'model.layers.1.mlp.up_proj.weight'
      "names '../model.safetensors', which is not a .safetensors file in this folder")])
 def test_a_damaged_checkpoint_is_named_in_one_line(folder, damage, message):
     damage(folder)
-    with pytest.raises(CheckpointError) as error:
+    with pytest.raises(CheckpointError, match=r'^.*\Z') as error:
         checkpoint.load(folder)
     assert message in str(error.value) and str(folder) in str(error.value)
-    assert '\n' not in str(error.value)
 
 
 def same_logits(folder, model=None):
@@ -111,8 +108,8 @@ def computed_or_refused(folder, raw, changes):
         model = checkpoint.load(folder)
     except CheckpointError as error:
         assert str(folder) in str(error) and '\n' not in str(error), changes
-        named = any(key in str(error) for key in changes)
-        assert named or f'{folder}: tensor' in str(error) or 'config.json wants' in str(error)
+        assert any(part in str(error)
+                   for part in (*changes, f'{folder}: tensor', 'config.json wants')), changes
         return False
     assert same_logits(folder, model), changes
     return True
@@ -169,9 +166,8 @@ def test_old_buffers_of_neox_are_ignored(tmp_path):
 def test_values_of_config_json_that_are_refused_by_name(name, values, message, tmp_path):
     reference_model(name, tmp_path)
     edit_config(tmp_path, **values)
-    with pytest.raises(CheckpointError, match=f'^{tmp_path}/config.json: .*{message}') as error:
+    with pytest.raises(CheckpointError, match=f'^{tmp_path}/config.json: .*{message}.*\\Z'):
         checkpoint.read_config(tmp_path)
-    assert '\n' not in str(error.value)
 
 
 def test_changes_to_the_config_apply_to_what_the_file_means(tmp_path):
@@ -213,9 +209,8 @@ def test_softcap_and_temperature_of_our_own(name, tmp_path, capsys):
 
 
 def test_tied_embeddings_beside_an_output_matrix(tmp_path):
-    plain = small_model('llama3', tmp_path).head
-    rewrite(tmp_path, lambda t: t.update(
-        {'lm_head.weight': t['model.embed_tokens.weight'].clone()}))
+    plain = small_model('llama3', tmp_path).head.detach()
+    rewrite(tmp_path, lambda t: t.update({'lm_head.weight': plain}))
     assert torch.equal(checkpoint.load(tmp_path).head, plain)
     rewrite(tmp_path, lambda t: t['lm_head.weight'][-1, 0].add_(1))
     with pytest.raises(CheckpointError, match='lm_head.weight differs .*tie_word_embeddings = tr'):
@@ -254,10 +249,9 @@ def test_every_byte_of_the_weights_decides_whether_a_model_is_the_same(tmp_path)
     os.utime(path, ns=(old, old))
     first, whole = checkpoint.fingerprint(tmp_path), path.read_bytes()
     n_header = len(whole) - 806_000
-    for at in (n_header, len(whole) - 1, *np.random.default_rng(0).integers(n_header, 806_000, 5)):
+    for at in (n_header, len(whole) - 1, *range(n_header + 3, 806_000, 150_000)):
         for content in (whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1:], whole):
-            with open(path, 'r+b') as file:
-                file.write(content)
+            path.write_bytes(content)
             os.utime(path, ns=(old, old))
             assert (checkpoint.fingerprint(tmp_path) == first) == (content is whole), at
     # of config.json the values count, not their order
@@ -300,16 +294,17 @@ def test_loading_holds_one_copy_of_the_weights_in_memory(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('name', ['neox', 'phi3'])      # test_train.py has a Llama
-def test_adapter_loads_in_peft(name, tmp_path):
+@pytest.mark.parametrize('name', ['llama', 'neox', 'phi3'])
+def test_adapters_load_in_peft_and_merged_weights_compute_the_same(name, tmp_path):
     import peft
     reference_model(name, base := tmp_path / 'base')
-    model = lora_model(base)
+    model, tokens = lora_model(base), torch.randint(0, 211, (2, 30))
     adapter.save_adapter(model, tmp_path / 'adapter', str(base))
+    saving.save(model, merged := tmp_path / 'merged', torch.float32)
     reference = peft.PeftModel.from_pretrained(by_transformers(base), tmp_path / 'adapter').eval()
-    tokens = torch.randint(0, 211, (2, 30))
-    ours = logits_of(model, tokens)
-    assert torch.allclose(ours, reference(tokens).logits, atol=2e-4)
+    for ours in (logits_of(model, tokens), logits_of(merged, tokens),
+                 by_transformers(merged)(tokens).logits):
+        assert torch.allclose(ours, reference(tokens).logits, atol=2e-4)
     assert not torch.allclose(ours, reference.unload()(tokens).logits, atol=1e-2)
 
 

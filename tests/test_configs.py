@@ -9,13 +9,12 @@ import signal
 import subprocess
 import sys
 import time
-import tomllib
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Literal
 
 import pytest
-from common import HERE, config
+from common import HERE, cases_of, config
 
 import align
 import demo
@@ -26,7 +25,7 @@ from data.eval_config import pick_chat, pick_template, training_settings
 from data.files import parsed
 from compare import compare
 from runtime import cli
-from runtime.config import dump_config, load_config, read_assignments, require_range
+from runtime.config import dump_config, load_config, read_assignments
 from runtime.errors import CheckpointError, ConfigError, DataError, ProcessError
 from runtime.processes import forked_pool
 
@@ -46,7 +45,7 @@ def test_the_command_line_overrides_the_config_file(tmp_path):
 
 
 @pytest.mark.parametrize('content, argument, message', [
-    *tomllib.loads((HERE / 'tests' / 'wrong_settings.toml').read_text())['cases'],
+    *cases_of('wrong_settings.toml')['cases'],
     ('', '--data=a\udcff.jsonl', "'--data=a\\udcff.jsonl' is not valid Unicode; rename the file")])
 def test_a_wrong_setting_is_named_with_its_place(tmp_path, content, argument, message):
     with pytest.raises(ConfigError, match='.') as error:
@@ -72,29 +71,19 @@ class Run:
     first: Report = dataclasses.field(default_factory=Report)
 
 
-def test_a_range_includes_its_ends():
-    for shots in (0, 5, None):
-        require_range(Report(shots=shots), 0, 5, 'shots')
-    for shots in (-1, 6):
-        with pytest.raises(ConfigError, match=f'shots = {shots}; it must be between 0 and 5'):
-            require_range(Report(shots=shots), 0, 5, 'shots')
-
-
 def printed_help(capsys, load, *arguments):
-    with pytest.raises(SystemExit) as stopped:
+    with pytest.raises(SystemExit, match='^0$'):
         load(*arguments)
-    assert stopped.value.code == 0
     return capsys.readouterr().out
 
 
 def test_help_prints_every_key_with_its_comment(capsys):
     out = printed_help(capsys, load_config, Report, ['--rate=1', '--help'], 'python small.py')
-    assert [' '.join(line.split()) for line in out.split('\n')] == [
-        'python small.py', '', 'keys, as --key=value or, before them, in a config file:',
-        '# what is asked',
-        '--tasks=mmlu (tuple[str, ...]) names of files, a long comment that goes on in',
-        'a second line', '--shots=5 (int) solved questions',
-        '# said before', '--rate=None (float | None)', "--kind=a (Literal['a', 'b'])", '']
+    assert ' '.join(out.split()) == (
+        'python small.py keys, as --key=value or, before them, in a config file: # what is asked '
+        '--tasks=mmlu (tuple[str, ...]) names of files, a long comment that goes on in a second '
+        'line --shots=5 (int) solved questions # said before --rate=None (float | None) '
+        "--kind=a (Literal['a', 'b'])")
     for cls in (train.TrainConfig, evaluate.EvalConfig):
         out = printed_help(capsys, load_config, cls, ['-h'])
         assert all(f'\n  --{f.name}=' in out for f in dataclasses.fields(cls))
@@ -208,9 +197,8 @@ def test_a_survivor_of_torchrun_has_no_traceback(monkeypatch):
     assert not cli.is_lost_connection(lost)     # without torchrun it is a bug
     monkeypatch.setenv('TORCHELASTIC_RUN_ID', 'x')
     assert not cli.is_lost_connection(lost)     # which another program has set
-    for name, value in (('RANK', '1'), ('WORLD_SIZE', '2'), ('LOCAL_RANK', '1'),
-                        ('LOCAL_WORLD_SIZE', '2')):
-        monkeypatch.setenv(name, value)
+    for name in ('RANK', 'WORLD_SIZE', 'LOCAL_RANK', 'LOCAL_WORLD_SIZE'):
+        monkeypatch.setenv(name, '2' if 'SIZE' in name else '1')
     assert not cli.is_lost_connection(RuntimeError('mat1 and mat2 shapes cannot be multiplied'))
     monkeypatch.setattr(cli.time, 'sleep', lambda seconds: None)
     with pytest.raises(SystemExit, match='in process 1 of 2: another process has ended'):
@@ -237,22 +225,20 @@ def test_output_without_standard_streams_is_lost_and_in_no_file(tmp_path):
 LARGE = 'x' * 300_000       # more than a pipe holds
 
 
-def test_workers_end_by_sigterm_and_with_the_first_error():
+def test_workers_end_by_sigterm_and_with_the_first_error(request):
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    try:
-        with forked_pool(2, lambda _: signal.getsignal(signal.SIGTERM)) as imap:
-            assert [*imap(range(8))] == [signal.SIG_DFL] * 8
-        assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
-        with pytest.raises(DataError, match='bad'), forked_pool(2, time.sleep) as imap:
-            next(imap([0, 60, 60]))
-            raise DataError('bad')      # which does not wait for the workers
-        # nor for those that write large results
-        with pytest.raises(DataError, match='bad'), forked_pool(4, lambda x: LARGE) as imap:
-            for number, _ in enumerate(imap(range(200))):
-                if number == 20:
-                    raise DataError('bad')
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    request.addfinalizer(lambda: signal.signal(signal.SIGTERM, before))
+    with forked_pool(2, lambda _: signal.getsignal(signal.SIGTERM)) as imap:
+        assert [*imap(range(8))] == [signal.SIG_DFL] * 8
+    assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
+    with pytest.raises(DataError, match='bad'), forked_pool(2, time.sleep) as imap:
+        next(imap([0, 60, 60]))
+        raise DataError('bad')      # which does not wait for the workers
+    # nor for those that write large results
+    with pytest.raises(DataError, match='bad'), forked_pool(4, lambda x: LARGE) as imap:
+        for number, _ in enumerate(imap(range(200))):
+            if number == 20:
+                raise DataError('bad')
     assert not multiprocessing.active_children()
     assert not {signal.SIGTERM, signal.SIGINT} & signal.pthread_sigmask(signal.SIG_BLOCK, ())
 
@@ -280,12 +266,10 @@ def test_a_wrong_setting_of_the_run_that_trained_a_model_is_named(tmp_path, cont
 
 
 def test_the_template_of_a_model_is_its_own_or_that_of_its_run(tmp_path):
-    brings, none = SimpleNamespace(chat_templates={'default': 'x'}), SimpleNamespace(
-        chat_templates={})
-    assert (pick_template('auto', tmp_path, brings), pick_chat('auto', tmp_path, brings)) == (
-        'model', 'model')
-    assert (pick_template('auto', tmp_path, none, 'tulu'), pick_chat('auto', tmp_path, none)) == (
-        'tulu', 'none')
+    brings, none = (SimpleNamespace(chat_templates=own) for own in ({'default': 'x'}, {}))
+    assert pick_template('auto', tmp_path, brings) == pick_chat('auto', tmp_path, brings) == 'model'
+    assert pick_template('auto', tmp_path, none, 'tulu') == 'tulu'
+    assert pick_chat('auto', tmp_path, none) == 'none'
     assert pick_template('alpaca', tmp_path, brings) == 'alpaca'
     with pytest.raises(ConfigError, match='brings no chat template and was not trained here'):
         pick_template('auto', tmp_path, none)
@@ -299,30 +283,24 @@ def test_the_template_of_a_model_is_its_own_or_that_of_its_run(tmp_path):
         assert pick_chat('auto', tmp_path, brings) == ('model' if template == 'model' else 'none')
 
 
-def test_shipped_configs_load():
-    shipped = sorted(path for path in (HERE / 'configs').glob('[!_]*.py')
-                     if path.name != 'loss.py')      # which reads the key `loss`
-    assert len(shipped) > 15
-    for path in shipped:
-        aligns = 'method' in read_assignments(path)
-        load_config(align.AlignConfig if aligns else train.TrainConfig, [str(path)])
-
-
-def test_the_commands_of_the_docs_have_valid_keys():
+def test_shipped_configs_and_the_commands_of_the_docs_have_valid_keys():
     classes = {'train.py': train.TrainConfig, 'align.py': align.AlignConfig,
                'evaluate.py': evaluate.EvalConfig,
                'sample.py': sample.SampleConfig, 'demo.py': demo.DemoConfig}
-    n_commands = 0
+    commands = [('align.py' if 'method' in read_assignments(path) else 'train.py',
+                 f'configs/{path.name}') for path in (HERE / 'configs').glob('[!_]*.py')
+                if path.name != 'loss.py']      # which reads the key `loss`
     for path in (HERE / 'README.md', *sorted((HERE / 'docs').glob('*.md'))):
         text = path.read_text().replace('\\\n', ' ').replace('$seed', '0')
-        for program, line in re.findall(r'^ *(?:\$ )?python (\w+\.py) (.*)', text, re.MULTILINE):
-            argv = shlex.split(line, comments=True)
-            if program not in classes or '--help' in argv or argv[0].startswith('out/'):
-                continue
+        commands += re.findall(r'^ *(?:\$ )?python (\w+\.py) (.*)', text, re.MULTILINE)
+    n_checked = 0
+    for program, line in commands:
+        argv = shlex.split(line, comments=True)
+        if program in classes and '--help' not in argv and not argv[0].startswith('out/'):
             compared = argv[0] == '--compare'
             keys = [a for a in argv if a.startswith('--')][compared:]
             files = [a for a in argv[:1] if a.endswith('.py')]
             cls = compare.CompareConfig if compared else classes[program]
             load_config(cls, [*(str(HERE / f) for f in files), *keys])
-            n_commands += 1
-    assert n_commands > 20
+            n_checked += 1
+    assert n_checked > 36

@@ -15,7 +15,7 @@ from model import CausalLM
 from runtime import build, memory
 from runtime.config import read_assignments
 from runtime.config_json import config_from_hf
-from scripts import run_scripts
+from runtime.errors import ConfigError
 from speed import graphs
 
 
@@ -57,100 +57,77 @@ def test_a_pass_is_recorded_if_three_of_them_fit_into_memory(monkeypatch):
         assert hasattr(model.decoder, 'graphs') == recorded
 
 
-def test_the_run_writes_down_what_it_chose_and_resumes_with_it(settings_file, tmp_path):
-    command = [1, 'train.py', settings_file, '--eval=None', '--device=cpu', '--pictures=False',
-               '--max_steps=2', '--micro_rows=None', f'--out_dir={tmp_path}']
-    done = run_scripts(*command)
-    assert done.returncode == 0, done.stderr
-    chosen = int(re.search(r'rows of \d+ tokens per forward pass: (\d+)', done.stdout)[1])
+def test_the_run_writes_down_what_it_chose_and_resumes_with_it(settings_file, tmp_path, capsys):
+    command = [settings_file, '--eval=None', '--device=cpu', '--pictures=False', '--max_steps=2',
+               '--micro_rows=None', f'--out_dir={tmp_path}']
+    train.main(command)
+    printed = capsys.readouterr().out
+    chosen = int(re.search(r'rows of \d+ tokens per forward pass: (\d+)', printed)[1])
     path = tmp_path / 'train_config.py'
     assert read_assignments(path)['micro_rows'][0] == chosen > 1
     (tmp_path / 'config.json').unlink()         # as if it had been killed
     path.write_text(path.read_text().replace(f'micro_rows = {chosen}', 'micro_rows = 3'))
-    done = run_scripts(*command, '--resume')
-    assert done.returncode == 0 and 'per forward pass: 3\n' in done.stdout, done.stderr
-    done = run_scripts(*command, '--resume', '--micro_rows=2')
-    assert done.returncode and 'micro_rows = 3, not 2' in done.stderr
+    train.main([*command, '--resume'])
+    assert 'per forward pass: 3\n' in capsys.readouterr().out
+    with pytest.raises(ConfigError, match='micro_rows = 3, not 2'):
+        train.main([*command, '--resume', '--micro_rows=2'])
 
 
-def test_too_little_memory_in_the_first_step_halves_the_rows(tmp_path, capsys, monkeypatch):
-    run = train.Run(train.TrainConfig(out_dir=str(tmp_path)), *[None] * 10)
+LACKING = torch.OutOfMemoryError('CUDA out of memory')
+
+
+@pytest.mark.parametrize('picked, rows, most, tried', [
+    ([5], None, 2, [5, 2]),
+    ([5], None, 0, [5, 2, 1, None]),        # None: one row does not fit either
+    ([5], 4, 2, [4, None]),                 # a number that was set is kept
+    ([LACKING, 3], None, 4, [3])])          # on a full GPU even asking what is free fails
+def test_too_little_memory_in_the_first_step_halves_the_rows(picked, rows, most, tried, tmp_path,
+                                                             monkeypatch):
+    run = train.Run(train.TrainConfig(out_dir=str(tmp_path), micro_rows=rows), *[None] * 10)
     monkeypatch.setattr(memory, 'row_counts', lambda run: [])
-    monkeypatch.setattr(memory, 'pick_micro_rows', lambda *_: 5)
-
-    def tried(most, rows=None):
-        """The numbers of rows that are tried where `most` fit; None: where a step fails."""
-        tried, run.cfg.micro_rows = [], rows
-
-        def step(run):
-            tried.append(run.cfg.micro_rows)
-            if run.cfg.micro_rows > most:
-                raise torch.OutOfMemoryError('CUDA out of memory')
-        with contextlib.suppress(torch.OutOfMemoryError):
-            memory.fit_into_memory(step, run)
-            return tried
-        return [*tried, None]
-    assert tried(2) == [5, 2] and 'again with 2 rows' in capsys.readouterr().out
-    assert tried(0) == [5, 2, 1, None]          # one row does not fit either
-    assert tried(2, rows=4) == [4, None]        # a number that was set is kept
-    # on a full GPU even asking what is free fails
-    monkeypatch.setattr(memory, 'pick_micro_rows', mock.Mock(
-        side_effect=[torch.OutOfMemoryError('CUDA out of memory'), 3]))
-    monkeypatch.setattr(memory, 'others_have_memory', lambda: True)
+    monkeypatch.setattr(memory, 'pick_micro_rows', mock.Mock(side_effect=picked))
+    monkeypatch.setattr(memory, 'others_have_memory', lambda: LACKING in picked)
     monkeypatch.setattr(memory, 'WAIT', 0)
-    assert tried(4) == [3]
+    numbers = []
+
+    def step(run):
+        numbers.append(run.cfg.micro_rows)
+        if run.cfg.micro_rows > most:
+            raise LACKING
+    with pytest.raises(torch.OutOfMemoryError) if None in tried else contextlib.nullcontext():
+        memory.fit_into_memory(step, run)
+    assert numbers == [n for n in tried if n]
 
 
-@pytest.mark.parametrize('others, outcome', [
-    ([True, True], contextlib.nullcontext()),
-    ([True, False], pytest.raises(torch.OutOfMemoryError)),
-    ([False], pytest.raises(torch.OutOfMemoryError))])
-def test_what_lacks_memory_waits_as_long_as_others_have_it(others, outcome, capsys, monkeypatch):
-    answers, calls, pauses = iter(others), [], []
-    monkeypatch.setattr(memory, 'others_have_memory', lambda: next(answers))
+@pytest.mark.parametrize('results, others, n_pauses', [
+    ([LACKING, LACKING, 'done'], [True, True], 2),
+    ([LACKING, LACKING], [True, False], 1), ([LACKING], [False], 0),
+    ([LACKING] * 9, [True] * 9, 4),     # no longer than PATIENCE
+    ([MemoryError()], [True], 0), ([RuntimeError('a bug')], [True], 0)])
+def test_what_lacks_memory_waits_as_long_as_others_have_it(results, others, n_pauses, capsys,
+                                                           monkeypatch):
+    pauses, last = [], results[-1]
+    monkeypatch.setattr(memory, 'others_have_memory', mock.Mock(side_effect=others))
+    monkeypatch.setattr(memory, 'PATIENCE', 3 * memory.WAIT)
     monkeypatch.setattr(memory.time, 'sleep', pauses.append)
-
-    def compute():
-        calls.append(1)
-        if len(calls) < 3:
-            raise torch.OutOfMemoryError('CUDA out of memory')
-        return 'done'
-    with outcome:
-        assert memory.as_memory_allows(compute) == 'done'
-    assert pauses == [memory.WAIT] * sum(others)
-    assert capsys.readouterr().out.count('other programs have a part') == any(others)
-
-
-def test_waiting_has_an_end_and_no_other_error_waits(monkeypatch):
-    monkeypatch.setattr(memory, 'others_have_memory', lambda: True)
-    monkeypatch.setattr(memory, 'WAIT', 0.0)
-    monkeypatch.setattr(memory, 'PATIENCE', 0.01)
-    for error in torch.OutOfMemoryError('CUDA out of memory'), MemoryError(), RuntimeError('a bug'):
-        compute = mock.Mock(side_effect=error)
-        with pytest.raises(type(error)):
-            memory.as_memory_allows(compute)
-        assert (compute.call_count > 1) == isinstance(error, torch.OutOfMemoryError)
+    monkeypatch.setattr(memory.time, 'monotonic', lambda: sum(pauses))
+    with contextlib.nullcontext() if last == 'done' else pytest.raises(type(last)):
+        assert memory.as_memory_allows(mock.Mock(side_effect=results)) == 'done'
+    assert pauses == [memory.WAIT] * n_pauses
+    assert capsys.readouterr().out.count('other programs have a part') == (n_pauses > 0)
 
 
 @pytest.mark.parametrize('initialized, free, expected', [
     (False, 0, False), (True, 70, False), (True, 66, True), (True, None, True)])
 def test_an_eighth_of_the_gpu_is_what_others_have(initialized, free, expected, monkeypatch):
-    def asked():
-        if free is None:
-            raise RuntimeError('CUDA error: out of memory')
-        return free * 2 ** 30, 80 * 2 ** 30
     monkeypatch.setattr(torch.cuda, 'is_initialized', lambda: initialized)
-    monkeypatch.setattr(torch.cuda, 'mem_get_info', asked)
+    monkeypatch.setattr(torch.cuda, 'mem_get_info', mock.Mock(
+        side_effect=[RuntimeError('no memory to ask') if free is None else (free << 30, 80 << 30)]))
     monkeypatch.setattr(torch.cuda, 'memory_reserved', lambda: 3 * 2 ** 30)
     assert OTHERS_HAVE_MEMORY() == expected
 
 
 # ---- A step that lacks memory is taken again -----------------------------------------------------
-
-def free_memory():
-    gc.collect()
-    torch.cuda.empty_cache()
-
 
 def step_gradients(model, optimizer, packed, micro_rows):
     """Return the gradients of a step, its loss and the rows per pass that the settings end with."""
@@ -167,20 +144,14 @@ def step_gradients(model, optimizer, packed, micro_rows):
 @contextlib.contextmanager
 def little_memory(model, most, where='forward', n_fit=1):
     """Let passes of more than `most` rows run out of memory, all but the first `n_fit` of them."""
-    calls = []
-
-    def fail(*_):
-        raise torch.OutOfMemoryError('CUDA out of memory')
+    calls, fail = [], mock.Mock(side_effect=LACKING)
 
     def check(module, inputs, hidden):
         calls.append(len(hidden))
         if len(hidden) > most and sum(n > most for n in calls) > n_fit:
             fail() if where == 'forward' else hidden.register_hook(fail)
-    handle = model.register_forward_hook(check)
-    try:
+    with model.register_forward_hook(check):
         yield calls
-    finally:
-        handle.remove()
 
 
 @pytest.mark.parametrize('dtype, kind', [(torch.float32, 'exact'), (torch.bfloat16, 'exact'),
@@ -206,23 +177,16 @@ def test_a_step_that_lacks_memory_is_taken_again_with_fewer_rows(dtype, kind, wh
 
 
 def test_a_run_survives_a_step_that_lacks_memory(settings_file, tmp_path, monkeypatch):
-    def trained(name, most):
-        def build(*arguments):
-            model = build_model(*arguments)
-            stack.enter_context(little_memory(model, most, n_fit=6))
-            return model
-        monkeypatch.setattr(train, 'build_model', build)
-        train.main([settings_file, '--eval=None', '--device=cpu', '--pictures=False',
-                    '--pack_len=32', '--max_length=32', '--micro_rows=4',
-                    f'--out_dir={tmp_path / name}'])
-        return log_of(tmp_path / name)
+    def build(*arguments):
+        model = build_model(*arguments)
+        stack.enter_context(little_memory(model, 2, n_fit=6))
+        return model
     build_model = train.build_model
+    monkeypatch.setattr(train, 'build_model', build)
     with contextlib.ExitStack() as stack:
-        right, survived = trained('right', 4), trained('survived', 2)
-    assert [record['micro_rows'] for record in right] == [4] * 5
-    assert [record['micro_rows'] for record in survived] == [4] + [2] * 4
-    for one, other in zip(right, survived, strict=True):
-        assert one['loss'] == pytest.approx(other['loss'], rel=1e-4), one['step']
+        train.main([settings_file, '--eval=None', '--device=cpu', '--pictures=False',
+                    '--pack_len=32', '--max_length=32', '--micro_rows=4', f'--out_dir={tmp_path}'])
+    assert [record['micro_rows'] for record in log_of(tmp_path)] == [4] + [2] * 4
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason='needs a CUDA device')
@@ -237,16 +201,17 @@ def test_a_step_fits_into_a_small_part_of_a_gpu(capsys):
     packed = train.pack(documents(0, [1024] * 32), 1024, 1)
     right, _, _ = step_gradients(model, optimizer, packed, 32)
     model.decoder.graphs = None
-    free_memory()
+    gc.collect()
+    torch.cuda.empty_cache()
     before = torch.cuda.memory_reserved()
     torch.cuda.reset_peak_memory_stats()
     step_gradients(model, optimizer, packed, 32)
     needed = torch.cuda.max_memory_reserved() - before
-    free_memory()
+    gc.collect()
+    torch.cuda.empty_cache()
     graphs.record_blocks(model.decoder)     # recording the first shape fails
-    total = torch.cuda.get_device_properties(0).total_memory
-    torch.cuda.set_per_process_memory_fraction(
-        (torch.cuda.memory_reserved() + 0.7 * needed) / total)
+    limit = torch.cuda.memory_reserved() + 0.7 * needed
+    torch.cuda.set_per_process_memory_fraction(limit / torch.cuda.mem_get_info()[1])
     try:
         again, _, rows = step_gradients(model, optimizer, packed, 32)
     finally:

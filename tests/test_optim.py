@@ -47,8 +47,7 @@ def moves(kind, steps=1000, n=4096, gradient=None, lr=5e-6):
 def test_bfloat16_weights_follow_the_float32_run(gradient):
     """1000 steps at lr 5e-6, on given gradients and on such as depend on the weights."""
     right = moves('float64', gradient=gradient)
-    moved = {kind: moves(kind, gradient=gradient)
-             for kind in ('float32', *KINDS, 'plain bfloat16')}
+    moved = {kind: moves(kind, gradient=gradient) for kind in ('float32', *KINDS, 'plain bfloat16')}
     error = {kind: off(x, right) for kind, x in moved.items()}
     assert error['float32'] < 2e-3
     assert error['exact'] < (2e-3 if gradient is None else 0.1)

@@ -1,11 +1,10 @@
 """data/preferences.py: each published format, what is left out, and the trees."""
 
-import json
 import math
 
 import numpy as np
 import pytest
-from common import HERE, write_rows
+from common import cases_of, write_rows
 
 from data.chat import encode_conversation, encode_prompt
 from data.preferences import (TIED, Ranking, encode_ranking, join_answers, load_preferences,
@@ -19,7 +18,7 @@ def said(role, text):
     return {'role': role, 'content': text}
 
 
-ROWS = json.loads((HERE / 'tests/preference_rows.json').read_text())     # by layout
+ROWS = cases_of('preference_rows.json')     # by layout
 
 
 @pytest.fixture
@@ -81,6 +80,9 @@ def test_prompt_and_answers_have_the_tokens_of_generation_and_of_training(templa
 
 SIDES = {side: [PROMPT[1], said('assistant', text)]
          for side, text in (('chosen', 'Red.'), ('rejected', 'Seven.'))}
+BRIEF, EARLIER = PROMPT[0], [said('user', 'Hi.'), said('assistant', 'Hello.')]
+PAIR = {'chosen': 'Red.', 'rejected': 'Seven.'}
+LATER = {side: [said('assistant', 'Hello.'), *turns] for side, turns in SIDES.items()}
 
 
 @pytest.mark.parametrize('row, message', [
@@ -102,24 +104,21 @@ SIDES = {side: [PROMPT[1], said('assistant', text)]
     # two names of one thing
     (ROWS['prompt as text'] | {'question': 'Name a bird.'}, '"question" is in no message (read f'),
     (ROWS['scores'] | {'chosen': 'Seven.', 'rejected': 'Red.'},
-     '"scores" and "rejected" of the row rank the answers differently')])
+     '"scores" and "rejected" of the row rank the answers differently'),
+    ({'prompt': [EARLIER[0], EARLIER[1] | {'weight': 1}, PROMPT[1]]} | PAIR, 'only the answers')])
 def test_a_malformed_row_says_what_is_wrong(row, message, tokenizer):
     with pytest.raises(DataError) as error:
         encode_ranking(to_ranking(row), tokenizer, 'tulu', True, 512)
     assert message in str(error.value)
 
 
-def test_a_dict_of_lists_is_a_list_of_answers():
-    for name in ('Nectar', 'UltraFeedback of before', 'GPT-4-LLM'):
-        field = {'Nectar': 'answers', 'GPT-4-LLM': 'responses_and_scores'}.get(name, 'completions')
-        rows = ROWS[name][field]
-        columns = {key: [row[key] for row in rows] for key in rows[0]}
-        assert to_ranking(ROWS[name] | {field: columns}) == to_ranking(ROWS[name])
-
-
-BRIEF, EARLIER = PROMPT[0], [said('user', 'Hi.'), said('assistant', 'Hello.')]
-PAIR = {'chosen': 'Red.', 'rejected': 'Seven.'}
-LATER = {side: [said('assistant', 'Hello.'), *turns] for side, turns in SIDES.items()}
+@pytest.mark.parametrize('name, field', [
+    ('Nectar', 'answers'), ('UltraFeedback of before', 'completions'),
+    ('GPT-4-LLM', 'responses_and_scores')])
+def test_a_dict_of_lists_is_a_list_of_answers(name, field):
+    answers = ROWS[name][field]
+    columns = {key: [answer[key] for answer in answers] for key in answers[0]}
+    assert to_ranking(ROWS[name] | {field: columns}) == to_ranking(ROWS[name])
 
 
 @pytest.mark.parametrize('row, before', [
@@ -142,14 +141,11 @@ def test_context_beside_a_pair_precedes_it(row, before):
 
 
 def test_an_earlier_answer_of_a_pair_is_not_trained(tokenizer):
-    prompt = [EARLIER[0], EARLIER[1] | {'weight': 0}, said('user', 'Name a color.')]
-    ranking = to_ranking({'prompt': prompt} | PAIR)
-    plain = Ranking([*EARLIER, prompt[-1]], ['Red.', 'Seven.'], [1, 0])
-    encoded = [encode_ranking(r, tokenizer, 'tulu', True, 512) for r in (ranking, plain)]
-    assert encoded[0] == encoded[1]
-    prompt[1]['weight'] = 1
-    with pytest.raises(DataError, match='only the answers are'):
-        to_ranking({'prompt': prompt} | PAIR)
+    prompt = [EARLIER[0], EARLIER[1] | {'weight': 0}, PROMPT[1]]
+    plain = Ranking([*EARLIER, PROMPT[1]], ['Red.', 'Seven.'], [1, 0])
+    ours, wanted = (encode_ranking(ranking, tokenizer, 'tulu', True, 512)
+                    for ranking in (to_ranking({'prompt': prompt} | PAIR), plain))
+    assert ours == wanted
 
 
 def test_helpsteer2_joins_the_answers_of_a_prompt_and_a_system_message():

@@ -40,13 +40,6 @@ def run(command, n=1):
     return done.stdout
 
 
-def killed_by_torchrun(*command):
-    """Run a script by two processes of which the second kills itself, or fails; return stderr."""
-    done = torchrun(*command)
-    assert done.returncode and 'rank      : 1' in done.stderr, done.stderr
-    return done.stderr
-
-
 def evaluation(folder, out, *more, tasks='global_mmlu:{0}/data,clm:{0}/texts.jsonl'):
     return ['evaluate.py', f'--model={folder / "model"}', f'--out_dir={out}', '--device=cpu',
             f'--tasks={tasks.format(folder)}', *(['--shots=2'] if 'mmlu' in tasks else []),
@@ -138,20 +131,19 @@ def test_what_cannot_share_the_weights_is_refused(scored_folder, tmp_path, monke
 
 def test_all_processes_of_a_run_make_its_reports(several, tmp_path):
     """The report before training equals that of one process; the other, that of the weights."""
-    config = tmp_path / 'config.py'
-    evaluated = {'tasks': (f'global_mmlu:{several / "data"}',), 'shots': 2, 'n_bootstrap': 20,
+    def options(prefix, **values):
+        return [f'--{prefix}{key}={value}' for key, value in values.items()]
+    evaluated = {'tasks': f'global_mmlu:{several / "data"}', 'shots': 2, 'n_bootstrap': 20,
                  'deterministic': True, 'pictures': False}
-    settings = {'model': str(several / 'model'), 'data': str(several / 'talks.jsonl'),
-                'batch_size': 4, 'max_steps': 1, 'max_length': 64, 'pack_len': 128, 'lr': 1e-3,
-                'cache_dir': str(tmp_path / 'cache'), 'device': 'cpu', 'pictures': False,
-                'save_dtype': 'float32', 'eval': evaluated}
-    config.write_text(''.join(f'{key} = {value!r}\n' for key, value in settings.items()))
     for n in (1, 2):
-        run(['train.py', config, f'--out_dir={tmp_path / str(n)}'], n)
+        run(['train.py', *options('eval.', **evaluated), *options(
+            '', model=several / 'model', data=several / 'talks.jsonl', out_dir=tmp_path / str(n),
+            cache_dir=tmp_path / 'cache', batch_size=4, max_steps=1, max_length=64, pack_len=128,
+            lr=1e-3, device='cpu', pictures=False, save_dtype='float32')], n)
     before, after = outcome(tmp_path / '2' / 'before'), outcome(tmp_path / '2')
     assert outcome(tmp_path / '1' / 'before') == before
-    run(['evaluate.py', f'--model={tmp_path / "2"}', f'--out_dir={tmp_path / "alone"}',
-         '--device=cpu', *(f'--{key}={value}' for key, value in evaluated.items())])
+    run(['evaluate.py', *options('', model=tmp_path / '2', out_dir=tmp_path / 'alone',
+                                 device='cpu', **evaluated)])
     lines, results = outcome(tmp_path / 'alone')
     assert lines == after[0] != before[0] and results['tasks'] == after[1]['tasks']
 
@@ -167,7 +159,8 @@ def test_a_killed_process_is_named_and_loses_no_line(several, tmp_path, script, 
     whole, killed = tmp_path / 'whole', tmp_path / 'killed'
     run(command(whole))
     (tmp_path / 'dying.py').write_text(program('a process that dies', script=script, n=n))
-    killed_by_torchrun(tmp_path / 'dying.py', *command(killed)[1:])
+    done = torchrun(tmp_path / 'dying.py', *command(killed)[1:])
+    assert done.returncode and 'rank      : 1' in done.stderr, done.stderr
     scored = {line for part in killed.glob(f'{name}.*')
               for line in part.read_text().split('\n')[:-1]}
     assert len(scored) >= n and not (killed / 'results.json').exists()
@@ -187,7 +180,7 @@ def test_an_error_in_one_process_names_it_and_ends_all(several, tmp_path):
         for i in range(20)])
     command = ['evaluate.py', f'--model={several / "model"}', f'--tasks={tmp_path / "q.jsonl"}',
                '--shots=0', '--device=cpu', f'--out_dir={tmp_path / "out"}', '--max_length=300']
-    errors = killed_by_torchrun(*command)
-    assert 'error in process 1 of 2: q: ' in errors
+    errors = torchrun(*command).stderr
+    assert 'rank      : 1' in errors and 'error in process 1 of 2: q: ' in errors
     assert 'q.jsonl:20: even without shots the prompt has' in errors
     assert 'Traceback (most recent call last):\n  File "' + str(HERE) not in errors

@@ -34,18 +34,25 @@ def batch():
     return {key: torch.stack([row[key] for row in sequences(3)]) for key in sequences(1)[0]}
 
 
-def pretrained(base):
-    """A small random model of transformers, and its tokenizer with a padding token."""
-    return by_transformers(base), transformers.LlamaTokenizer.from_pretrained(
-        base, pad_token='</s>')
+OPTIONS = {'use_cpu': True, 'bf16': False, 'report_to': [], 'save_strategy': 'no',
+           'logging_steps': 1, 'disable_tqdm': True}
 
 
 def trainer_of(trainer_class, model, tmp_path, **options):
     arguments = transformers.TrainingArguments(
-        str(tmp_path), use_cpu=True, report_to=[], save_strategy='no', logging_steps=1,
-        per_device_train_batch_size=2, disable_tqdm=True, learning_rate=1e-3, max_grad_norm=0,
-        optim='sgd', **options.pop('arguments', {}))
+        str(tmp_path), per_device_train_batch_size=2, learning_rate=1e-3, max_grad_norm=0,
+        optim='sgd', **OPTIONS, **options.pop('arguments', {}))
     return trainer_class(model, arguments, train_dataset=sequences(), **options)
+
+
+def first_log(trainer_class, base, arguments, rows, **options):
+    """Train a small random model with a trainer of trl, and return the log of its first step."""
+    datasets = pytest.importorskip('datasets')
+    tokenizer = transformers.LlamaTokenizer.from_pretrained(base, pad_token='</s>')
+    trainer = trainer_class(by_transformers(base), args=arguments, processing_class=tokenizer,
+                            train_dataset=datasets.Dataset.from_list(rows), **options)
+    trainer.train()
+    return trainer.state.log_history[0]
 
 
 @pytest.mark.parametrize('name', ['gemma2', 'cohere2', 'granite'])
@@ -66,8 +73,7 @@ def test_trainer_loss_is_the_models_own(tmp_path, name):
 def test_a_model_with_other_logits_is_refused(tmp_path):
     """The head of Phi has a bias."""
     model = transformers.PhiForCausalLM(transformers.PhiConfig(
-        vocab_size=211, hidden_size=32, num_hidden_layers=2, num_attention_heads=2,
-        intermediate_size=48))
+        vocab_size=211, hidden_size=32, num_hidden_layers=1, num_attention_heads=2))
     trainer = trainer_of(FusedLossTrainer, model, tmp_path, loss=cross_entropy())
     with pytest.raises(ValueError, match='have a bias or something else'):
         trainer.compute_loss(model, batch())
@@ -87,19 +93,13 @@ def test_trainer_steps_are_the_trainers_own(tmp_path):
 
 @pytest.mark.slow
 def test_the_sft_trainer_of_trl_has_our_loss(base, tmp_path):
-    trl, datasets = pytest.importorskip('trl'), pytest.importorskip('datasets')
-    model, tokenizer = pretrained(base)
-    data = datasets.Dataset.from_list([{'text': f'the quick fox {i} jumps'} for i in range(8)])
-    arguments = trl.SFTConfig(
-        str(tmp_path / 'out'), use_cpu=True, bf16=False, report_to=[], max_steps=2,
-        save_strategy='no', logging_steps=1, disable_tqdm=True, per_device_train_batch_size=4)
-    losses = []
-    for loss in (cross_entropy(), cross_entropy() + z_loss(10.0)):
-        trainer = names_of_page(0, 2)['FusedLossSFTTrainer'](
-            model, arguments, train_dataset=data, processing_class=tokenizer, loss=loss)
-        trainer.train()
-        losses.append(trainer.state.log_history[0]['loss'])
-    assert losses[1] > losses[0] + 1
+    trl = pytest.importorskip('trl')
+    arguments = trl.SFTConfig(str(tmp_path), max_steps=2, per_device_train_batch_size=4, **OPTIONS)
+    rows = [{'text': f'the quick fox {i} jumps'} for i in range(8)]
+    ours, more = (first_log(names_of_page(0, 2)['FusedLossSFTTrainer'], base, arguments, rows,
+                            loss=loss)['loss']
+                  for loss in (cross_entropy(), cross_entropy() + z_loss(10.0)))
+    assert more > ours + 1
 
 
 @pytest.mark.slow
@@ -113,15 +113,10 @@ def test_rewards_train_a_model_in_trl(base, tmp_path):
     messages = [[{'role': 'assistant', 'content': text}] for text in texts]
     assert reward([[]] * 3, messages, **columns, trainer_state=None) == expected
 
-    trl, datasets = pytest.importorskip('trl'), pytest.importorskip('datasets')
-    model, tokenizer = pretrained(base)
-    arguments = trl.GRPOConfig(
-        str(tmp_path / 'out'), use_cpu=True, bf16=False, report_to=[], max_steps=1,
-        save_strategy='no', logging_steps=1, disable_tqdm=True, per_device_train_batch_size=4,
-        num_generations=2, max_completion_length=4)
-    data = datasets.Dataset.from_list([{'prompt': f'the quick fox {i}', 'question': f'{i}?',
-                                        'answer': f'#### {i}'} for i in range(4)])
-    trainer = trl.GRPOTrainer(model, reward_funcs=reward, args=arguments, train_dataset=data,
-                              processing_class=tokenizer)
-    trainer.train()
-    assert trainer.state.log_history[0]['rewards/reward/mean'] == 0
+    trl = pytest.importorskip('trl')
+    arguments = trl.GRPOConfig(str(tmp_path), max_steps=1, per_device_train_batch_size=4,
+                               num_generations=2, max_completion_length=4, **OPTIONS)
+    rows = [{'prompt': f'the quick fox {i}', 'question': f'{i}?', 'answer': f'#### {i}'}
+            for i in range(4)]
+    log = first_log(trl.GRPOTrainer, base, arguments, rows, reward_funcs=reward)
+    assert log['rewards/reward/mean'] == 0
