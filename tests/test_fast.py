@@ -240,10 +240,11 @@ EDITS = {       # (function, its edit, where it matters); each result is 1000 at
         LARGE, ONES, models.gelu_tanh)),
     # of equal logits the token 1900 of 2000 is drawn
     'draw_plainly': (draw, capped, lambda: draw.draw(
-        torch.zeros(1, 2000), torch.tensor([0.95], dtype=torch.float64), Sampling(), 2000)[:, 0]),
+        torch.zeros(1, 2000, device=DEVICE), torch.tensor([0.95], device=DEVICE).double(),
+        Sampling(), 2000)[:, 0]),
     '_plain': (fused_ce, lambda plain: lambda z, *more: plain(z.clamp_(max=1000), *more),
-               lambda: fused_ce.smoothed_cross_entropy(
-                   torch.tensor([[5000.0]]), torch.tensor([[0.0], [1.0]]), torch.tensor([0]))[0])}
+               lambda: fused_ce.smoothed_cross_entropy(*(torch.tensor(x, device=DEVICE) for x in (
+                   [[5000.0]], [[0.0], [1.0]], [0])))[0])}
 
 
 @pytest.mark.parametrize('name', EDITS)
@@ -342,5 +343,8 @@ def test_fast_masks_equal_the_explicit_mask(kind, T, window, head_dim, size, sof
                      torch.bfloat16: 2e-2}[dtype]
         assert outcomes[0][0].dtype == dtype
         for ours, right in zip(*outcomes, strict=True):
+            if window == 1 and not right.any():     # q and k have no gradient
+                assert ours.abs().max() < tolerance
+                continue
             assert off(ours, right) < tolerance / 2
             assert (ours - right).abs().max() < tolerance * right.abs().max()
