@@ -318,8 +318,8 @@ def test_a_row_without_a_mask_is_what_the_rule_says(T, window):
 @pytest.mark.parametrize('kind, T, window, head_dim, size, softcap', [
     ('flex', 600, None, 64, 3, None), ('flex', 520, 100, 128, 3, None),
     ('flex', 700, 300, 256, 30, 50.0), ('flex', 520, 1, 32, 1, 5.0),
-    ('tree', 400, None, 20, 2, 5.0), ('tree', 400, 120, 64, 30, None),
-    ('tree', 400, 90, 256, 2, 50.0), ('tree', 257, 1, 32, 2, None)])
+    ('tree', 257, None, 20, 2, 5.0), ('tree', 257, 120, 64, 30, None),
+    ('tree', 257, 90, 256, 2, 50.0), ('tree', 130, 1, 32, 2, None)])
 def test_fast_masks_equal_the_explicit_mask(kind, T, window, head_dim, size, softcap):
     """On a GPU FlexAttention has gradients, and block sizes of its own in bfloat16."""
     print(f'torch.manual_seed({torch.seed()})')     # another one each time
