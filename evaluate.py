@@ -134,8 +134,8 @@ def evaluate(folder, tokenizer, tasks, cfg, out_dir, load=None):
                      'adapter': rooms.load('adapter').fingerprint(Path(folder, 'adapter'))}
     n, first = parallel.world_size(), parallel.rank() == 0
     earlier, done = parallel.gather(samples.open_folder(
-        out_dir, tasks, settings, pictures=cfg.pictures, overwrite=cfg.overwrite, processes=n)
-        if first else None)[0]
+        out_dir, tasks, settings, pictures=cfg.pictures, overwrite=cfg.overwrite,
+        fit=cfg.fit_temperature, processes=n) if first else None)[0]
     announce(config, tasks, cfg, done)
     scorer = scoring.Scorer(folder, tokenizer, cfg, load)
     results, prompts, new = score_tasks(tasks, scorer, out_dir, done)

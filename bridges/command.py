@@ -29,7 +29,7 @@ from results.evaluation import write_results
 from bridges.harness_files import harness_task
 from bridges.prediction_files import read_predictions
 from compare.runs import find_prediction_files, predicted_run
-from results.samples import DIAGRAM, OUTPUTS, grid
+from results.samples import DIAGRAM, OUTPUTS, SCALING, grid
 from results.columns import few_rows_note
 from runtime import cli
 from runtime.config import require_range
@@ -193,7 +193,7 @@ def write_report(argv):
     with lock(out_dir):
         if cfg.overwrite:
             rename_old(out_dir)
-        names = [*OUTPUTS[2:], DIAGRAM, *map(grid, results)]
+        names = [*OUTPUTS[2:], DIAGRAM, *[SCALING] * cfg.fit_temperature, *map(grid, results)]
         check_free(out_dir, *names)
         if earlier := [name for name in (*OUTPUTS, *names) if (out_dir / name).exists()]:
             raise ConfigError(f'{out_dir} holds an earlier report or evaluation, {earlier[0]}; '

@@ -46,14 +46,14 @@ def grid(task):
     return picture(task, ending='-languages')
 
 
-def open_folder(out_dir, tasks, settings, *, pictures, overwrite, processes=1):
+def open_folder(out_dir, tasks, settings, *, pictures, overwrite, fit=False, processes=1):
     """Prepare `out_dir` for more samples of `tasks`; return (earlier, done).
 
     earlier: {task: its entry in results.json}; done: {(sample_key, prompt)} of the samples there,
     of a text if all its tokens are scored. Raises ConfigError as `open_lines` does.
     """
     samples, results = out_dir / 'samples.jsonl', out_dir / 'results.json'
-    outputs = [*OUTPUTS]
+    outputs = [*OUTPUTS, *[SCALING] * fit]
     if pictures:
         outputs += [DIAGRAM, *(grid(label) for label, task in tasks.items()
                                if len({item.language for item in task.items}) > 1)]
