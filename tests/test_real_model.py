@@ -121,9 +121,10 @@ def test_packed_logits_and_gradients_are_those_of_transformers():
     model, reference = ours(), theirs()
     values = train.forward_backward(model, packed, train.TrainConfig(dtype='float32'), DEVICE)
     logits = [reference(ids[None]).logits[0] for ids in texts]
-    loss = torch.nn.functional.cross_entropy(torch.cat([z[:-1] for z in logits]),
-                                             torch.cat([ids[1:] for ids in texts]))
-    loss.backward()
+    z, labels = torch.cat([z[:-1] for z in logits]), torch.cat([ids[1:] for ids in texts])
+    torch.nn.functional.cross_entropy(z, labels).backward()
+    # on some processors torch's float32 sum over 262,144 words is off by 2e-5
+    loss = torch.nn.functional.cross_entropy(z.detach().double(), labels)
     assert values['loss'].item() == pytest.approx(loss.item(), rel=1e-5)
     gradients = {key: p.grad for key, p in parameters_of(reference).items()}
     errors = {key: off(p.grad, gradients[key]) for key, p in named(model).items()}
