@@ -25,7 +25,8 @@ FOLDER = HERE / 'tests' / 'chat_templates'
 # in short what templates of models do: those of the formats, and what is hard to mask
 MODELS = {path.stem: path.read_text() for path in sorted(FOLDER.glob('*.jinja'))}
 # templates as models bring them, of which the repository has none
-OF_MODELS = Path(os.environ.get('NANOCAL_CHAT_TEMPLATES', 'none'))
+OF_MODELS = {path.stem: path.read_text() for path in sorted(
+    Path(os.environ.get('NANOCAL_CHAT_TEMPLATES', 'none')).glob('*.jinja'))}
 PIECES = ['the', 'sky', 'Äpfel', '中文', ' ', '\n', '\n\n', '  ', '1', '22', '333', '"x"',
           '{{ y }}', '<b>', '</b>', "don't", '\\', '🙂', '...', '\t', '[1]', '<', '>', '|']
 
@@ -61,11 +62,14 @@ def conversation(rng):
     return [*system, *turns]
 
 
-def assert_ids_of_transformers(folder, n):
-    """Hold n random conversations to transformers; return how many both refuse."""
+@pytest.mark.parametrize('name', [*MODELS, *(
+    pytest.param(name, marks=pytest.mark.slow) for name in OF_MODELS)])
+def test_ids_are_those_of_transformers(name, tmp_path):
+    """Of random conversations, of which both may refuse some."""
+    folder = folder_with(tmp_path / name, (MODELS | OF_MODELS)[name])
     theirs = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
-    ours, rng, refused = load_tokenizer(folder), random.Random(folder.name), 0
-    for _ in range(n):
+    ours, rng, refused = load_tokenizer(folder), random.Random(name), 0
+    for _ in range(50 if name in MODELS else 200):
         messages = conversation(rng)
         try:
             right = theirs.apply_chat_template(messages)['input_ids']
@@ -81,20 +85,7 @@ def assert_ids_of_transformers(folder, n):
         assert len(loss_mask) == len(ids), messages
         assert any(loss_mask) or messages[-1]['content'].strip() not in ours.decode(ids), messages
         assert chat.encode_prompt(messages[:-1], ours, 'model')[0] == prompt, messages
-    return refused
-
-
-@pytest.mark.parametrize('name', MODELS)
-def test_ids_are_those_of_transformers(name, tmp_path):
-    refused = assert_ids_of_transformers(folder_with(tmp_path / name, MODELS[name]), 50)
-    assert (refused > 0) == (name == 'no_system')
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not OF_MODELS.is_dir(), reason='NANOCAL_CHAT_TEMPLATES is no folder')
-@pytest.mark.parametrize('path', sorted(OF_MODELS.glob('*.jinja')), ids=lambda path: path.stem)
-def test_ids_of_templates_of_models(path, tmp_path):
-    assert_ids_of_transformers(folder_with(tmp_path / path.stem, path.read_text()), 200)
+    assert name not in MODELS or (refused > 0) == (name == 'no_system')
 
 
 def supervised(messages, tokenizer, template='model', tools=None, add_bos=True):

@@ -289,26 +289,21 @@ def test_cache_is_keyed_by_what_went_in(tmp_path, tokenizers):
 def test_sequences_of_a_prompt_or_document_have_one_group(tmp_path, tokenizers):
     gemma, answer = tokenizers['gemma'], SAME[1] | {'content': 'Another answer.'}
     talks = [SAME, [SAME[0], answer], [SAME[0] | {'content': 'Why?'}, SAME[1]]]
-    path = write_rows(tmp_path / 'talks.jsonl', [{'messages': talk} for talk in talks])
-    for options in ({}, {'train_on_inputs': True}):
-        a, b, c = conversations(path, gemma, **options).groups
+    # another answer, another length of the conversation, white space, another system message
+    longer = [SAME, [SAME[0] | {'content': ' sky?\n'}, answer, SAME[0], SAME[1]], BRIEF]
+    pairs = [{'prompt': f'{who}?', 'chosen': x, 'rejected': y}
+             for who, x, y in ('Aab', 'Acd', 'Bab')]
+    talks, longer = ([{'messages': talk} for talk in some] for some in (talks, longer))
+    path = tmp_path / 'rows.jsonl'
+    for rows, options in (
+            (talks, {}), (talks, {'train_on_inputs': True}), (longer, {}),
+            (pairs, {'load': preferences.load_preferences, 'template': 'tulu', 'pack_len': 64})):
+        a, b, c = conversations(write_rows(path, rows), gemma, **options).groups
         assert a == b != c
     texts = ['the quick fox ' * 40, 'a dog', 'the quick fox ' * 40]
-    path = write_rows(tmp_path / 'texts.jsonl', [{'text': text} for text in texts])
-    groups = conversations(path, gemma, load_text).groups
+    groups = conversations(write_rows(path, [{'text': text} for text in texts]), gemma,
+                           load_text).groups
     assert len(groups) == 5 and len({*groups[[0, 1, 3, 4]]}) == 1 and len({*groups}) == 2
-    pairs = [{'prompt': 'Who?', 'chosen': x, 'rejected': y} for x, y in ('ab', 'cd')]
-    sequences = preferences.load_preferences(
-        str(write_rows(tmp_path / 'pairs.jsonl', [*pairs, pairs[0] | {'prompt': 'Why?'}])), gemma,
-        template='tulu', max_length=64, pack_len=64, add_bos=True, cache_dir=tmp_path / 'cache')
-    a, b, c = sequences.groups
-    assert a == b != c
-    # another answer, another length of the conversation, white space, another system message
-    talks = [SAME, [SAME[0] | {'content': f' {SAME[0]["content"]}\n'}, answer, SAME[0], SAME[1]],
-             [{'role': 'system', 'content': 'Be brief.'}, *SAME]]
-    path = write_rows(tmp_path / 'lengths.jsonl', [{'messages': talk} for talk in talks])
-    a, b, c = conversations(path, gemma).groups
-    assert a == b != c
 
 
 def test_the_name_of_a_file_decides_which_of_its_rows_are_trained(tmp_path, tokenizers, capsys):
