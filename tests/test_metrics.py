@@ -4,12 +4,11 @@ import itertools
 import json
 import math
 import re
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from common import exactly
+from common import cases_of, exactly
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
@@ -21,7 +20,7 @@ from research.papers import outlier_exposure
 
 MEASURES = {measure.key: measure for measure in metrics.MEASURES}
 # tolerance -> case -> values of other libraries; 1e-6 for those in float32
-GOLDEN = json.loads((Path(__file__).parent / 'golden_metrics.json').read_text())
+GOLDEN = cases_of('golden_metrics.json')
 small = settings(max_examples=30, deadline=None, derandomize=True)
 
 

@@ -1,14 +1,16 @@
 """sample.py"""
 
 import io
+import itertools
 import re
 import shutil
 import sys
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import sample
-from common import rewrite
+from common import recorded, rewrite
 from data.tokenizer import load_tokenizer
 from decoding.answers import Answer, generate, stream
 from runtime import checkpoint
@@ -84,18 +86,10 @@ def test_answers_are_printed_with_their_probabilities(chat_folder, capsys, monke
 
 
 def test_a_conversation_continues_until_the_context_is_full(chat_folder, capsys, monkeypatch):
-    asked, encode_prompt = [], sample.encode_prompt
-    lines = iter(['What?', '', '  And then? ', 'a' * 900, 'Who?'])
-
-    def type_line(prompt):
-        for text in lines:
-            return text
-        raise EOFError      # Ctrl-D
-
-    monkeypatch.setattr('builtins.input', type_line)
+    typed = Mock(side_effect=['What?', '', '  And then? ', 'a' * 900, 'Who?', EOFError])   # Ctrl-D
+    monkeypatch.setattr('builtins.input', typed)
     monkeypatch.setattr(sys.stdin, 'isatty', lambda: True, raising=False)
-    monkeypatch.setattr(sample, 'encode_prompt', lambda messages, *rest: (
-        asked.append([*messages]), encode_prompt(messages, *rest))[1])
+    asked = recorded(monkeypatch, sample, 'encode_prompt', lambda messages, *_: [*messages])
     sample.main([f'--model={chat_folder}', '--max_tokens=4'])
     printed = capsys.readouterr()
     assert [[m['role'] for m in messages] for messages in asked] == [
@@ -135,10 +129,8 @@ def test_prompts_that_cannot_be_answered_are_refused(chat_folder, tmp_path):
 
 def test_ctrl_c_ends_an_answer(chat_folder, capsys, monkeypatch):
     def interrupted(*arguments):
-        for n, answer in enumerate(stream(*arguments)):
-            yield answer
-            if n == 3:
-                raise KeyboardInterrupt
+        yield from itertools.islice(stream(*arguments), 3)
+        raise KeyboardInterrupt
     monkeypatch.setattr(sample, 'stream', interrupted)
     with pytest.raises(KeyboardInterrupt):      # the script then ends with 130
         sample.main([f'--model={chat_folder}', '--prompt=What?'])
