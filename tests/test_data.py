@@ -306,8 +306,9 @@ def test_solved_questions_are_trained_by_letter(tmp_path, tokenizers):
     tokenizer, row = tokenizers['gemma'], {'sentence': 'Kim met Ann; _ won.', 'option1': 'Kim'}
     path = write_rows(tmp_path / 'hub/winogrande_xl/train-00000-of-00001.parquet',
                       [row | {'option2': 'Ann', 'answer': answer} for answer in '1221'])
-    sequences = load_answers(f'winogrande_xl:{tmp_path / "hub"}', tokenizer, add_bos=True,
-                             max_length=500, cache_dir=tmp_path / 'cache')
+    load = functools.partial(load_answers, tokenizer=tokenizer, add_bos=True, max_length=500,
+                             cache_dir=tmp_path / 'cache')
+    sequences = load(f'winogrande_xl:{tmp_path / "hub"}')
     asked = questions.load_task(f'winogrande_xl:{path}', asking()).items
     trees = [*tokenize_questions(asked, {}, tokenizer, add_bos=True, max_length=500)]
     assert len(sequences) == len(trees) == 4
@@ -317,6 +318,13 @@ def test_solved_questions_are_trained_by_letter(tmp_path, tokenizers):
         n = tree.n_tokens[question.answer]      # small vocabularies may have no token ' A'
         assert loss_mask == [0] * (len(ids) - n) + [1] * n
         assert tokenizer.decode(ids[-n:]).strip() == 'ABBA'[i]
+    row = {'question': 'Q?', 'choices': ['a', 'b'], 'answer': 'B'}
+    path = write_rows(tmp_path / 'mine.jsonl', [row, row | {'answer': 'E'},
+                                                row | {'question': 'sky ' * 499}])
+    with pytest.raises(DataError, match='mine.jsonl:2: no valid answer: .E'):
+        load(str(path))
+    sequences = load(str(path), on_bad_row='skip')
+    assert len(sequences) == 1 and sequences.info['bad_rows'] == 2
 
 
 def test_a_long_document_becomes_sequences_with_bos_and_one_eos(tmp_path, tokenizers):
