@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import transformers
-from common import HERE, write_rows
+from common import HERE, edit_config, write_rows
 from test_tokenizer import (MESSAGES, base_folder, in_transformers, phi3_folder, rewrite_json,
                             train_bpe)
 
@@ -25,7 +25,9 @@ FOLDER = HERE / 'tests' / 'chat_templates'
 # in short what templates of models do: those of the formats, and what is hard to mask
 MODELS = {path.stem: path.read_text() for path in sorted(FOLDER.glob('*.jinja'))}
 # templates as models bring them, of which the repository has none
-OF_MODELS = Path(os.environ.get('NANOCAL_CHAT_TEMPLATES', 'none'))
+OWN_FOLDER = os.environ.get('NANOCAL_CHAT_TEMPLATES')
+OF_MODELS = {path.stem: path.read_text() for path in sorted(Path(OWN_FOLDER).iterdir())
+             if path.suffix == '.jinja'} if OWN_FOLDER else {}
 PIECES = ['the', 'sky', 'Äpfel', '中文', ' ', '\n', '\n\n', '  ', '1', '22', '333', '"x"',
           '{{ y }}', '<b>', '</b>', "don't", '\\', '🙂', '...', '\t', '[1]', '<', '>', '|']
 
@@ -43,8 +45,7 @@ def folder_with(folder, source):
         rewrite_json(folder / 'tokenizer.json', lambda file: [
             token.update(lstrip=False) for token in file['added_tokens']])
     (folder / 'config.json').write_text('{"model_type": "llama"}')
-    settings = json.loads((folder / 'tokenizer_config.json').read_text())
-    (folder / 'tokenizer_config.json').write_text(json.dumps(settings | {'chat_template': source}))
+    edit_config(folder, 'tokenizer_config.json', chat_template=source)
     return folder
 
 
@@ -61,11 +62,14 @@ def conversation(rng):
     return [*system, *turns]
 
 
-def assert_ids_of_transformers(folder, n):
-    """Hold n random conversations to transformers; return how many both refuse."""
+@pytest.mark.parametrize('name', [*MODELS, *(
+    pytest.param(name, marks=pytest.mark.slow) for name in OF_MODELS)])
+def test_ids_are_those_of_transformers(name, tmp_path):
+    """Of random conversations, of which both may refuse some."""
+    folder = folder_with(tmp_path / name, (MODELS | OF_MODELS)[name])
     theirs = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
-    ours, rng, refused = load_tokenizer(folder), random.Random(folder.name), 0
-    for _ in range(n):
+    ours, rng, refused = load_tokenizer(folder), random.Random(name), 0
+    for _ in range(50 if name in MODELS else 200):
         messages = conversation(rng)
         try:
             right = theirs.apply_chat_template(messages)['input_ids']
@@ -81,20 +85,7 @@ def assert_ids_of_transformers(folder, n):
         assert len(loss_mask) == len(ids), messages
         assert any(loss_mask) or messages[-1]['content'].strip() not in ours.decode(ids), messages
         assert chat.encode_prompt(messages[:-1], ours, 'model')[0] == prompt, messages
-    return refused
-
-
-@pytest.mark.parametrize('name', MODELS)
-def test_ids_are_those_of_transformers(name, tmp_path):
-    refused = assert_ids_of_transformers(folder_with(tmp_path / name, MODELS[name]), 50)
-    assert (refused > 0) == (name == 'no_system')
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not OF_MODELS.is_dir(), reason='NANOCAL_CHAT_TEMPLATES is no folder')
-@pytest.mark.parametrize('path', sorted(OF_MODELS.glob('*.jinja')), ids=lambda path: path.stem)
-def test_ids_of_templates_of_models(path, tmp_path):
-    assert_ids_of_transformers(folder_with(tmp_path / path.stem, path.read_text()), 200)
+    assert name not in MODELS or (refused > 0) == (name == 'no_system')
 
 
 def supervised(messages, tokenizer, template='model', tools=None, add_bos=True):
@@ -163,10 +154,11 @@ TOOLS = [{'type': 'function', 'function': {'name': 'look', 'parameters': {'type'
 LOOKED = {'messages': [{'role': 'user', 'content': 'Sky?'},
                        {'role': 'assistant', 'content': None, 'tool_calls': [CALL]},
                        {'role': 'tool', 'tool_call_id': '1', 'content': {'sky': 'blue <|im_end|>'}},
-                       {'role': 'assistant', 'content': 'Blue.'}], 'tools': json.dumps(TOOLS)}
+                       {'role': 'assistant', 'content': 'Blue.', 'reasoning': 'Hm'}],
+          'tools': json.dumps(TOOLS)}
 
 
-def test_tools_are_shown_by_a_template_that_knows_them(tmp_path):
+def test_tools_and_thoughts_are_shown_by_a_template_that_knows_them(tmp_path):
     tokenizer = load_tokenizer(folder_with(tmp_path, MODELS['thinking']))
     row, tools = take_tools(LOOKED)
     messages = to_messages(row)
@@ -187,7 +179,7 @@ def test_tools_are_shown_by_a_template_that_knows_them(tmp_path):
     with pytest.raises(DataError, match='template .model. does not show "tools"'):
         chat.encode_conversation(TURNS, tokenizer, 'model', tools=tools)
     with pytest.raises(DataError, match='does not show "tool_calls"'):
-        chat.encode_conversation(messages, tokenizer, 'model')
+        chat.encode_conversation(messages[:2], tokenizer, 'model')
 
 
 def test_names_in_tools_make_no_control_token(tmp_path):
@@ -199,12 +191,6 @@ def test_names_in_tools_make_no_control_token(tmp_path):
     ids, _ = chat.encode_conversation(messages, tokenizer, 'model', tools=tools)
     assert ids.count(tokenizer.control_ids[name]) == 3      # of the tools, the question, the call
     assert tokenizer.decode(ids).count(name) == 3 + 5
-
-
-def test_thoughts_in_a_field_of_their_own(tmp_path):
-    tokenizer = load_tokenizer(folder_with(tmp_path, MODELS['thinking']))
-    messages = to_messages({'messages': [TURNS[0], TURNS[1] | {'reasoning': 'Hm'}]})
-    assert '{<think>\nHm\n</think>\n\nBlue.<|im_end|>}' in supervised(messages, tokenizer)
 
 
 # ---- The templates for base models ---------------------------------------------------------------
@@ -228,22 +214,21 @@ def test_templates_render_with_the_right_loss_mask(tokenizers, template):
 
 def test_what_templates_refuse(tokenizers, tmp_path):
     theirs, ours = in_transformers(base_folder(tmp_path / 'run', 'gemma'), 'gemma')
-    messages = [MESSAGES[0], MESSAGES[2]]
+    no_user = [MESSAGES[0], MESSAGES[2]]
     wrong = 'a system message must be followed by a user message'
     with pytest.raises(Exception, match=wrong):
-        theirs.apply_chat_template(messages, tokenize=False)
-    with pytest.raises(DataError, match=wrong):
-        chat.encode_conversation(messages, ours, 'gemma')
-    with pytest.raises(DataError, match="role 'guest'; wanted one of system, user, assistant"):
-        chat.encode_conversation([{'role': 'guest', 'content': 'x'}, *TURNS], ours, 'gemma')
-    with pytest.raises(ConfigError, match="needs <start_of_turn>, .*'tulu' works"):
-        chat.encode_conversation(MESSAGES, tokenizers['llama3'], 'gemma')
-    with pytest.raises(ConfigError, match='brings no chat template; use one of alpaca, chatml'):
-        chat.encode_conversation(MESSAGES, tokenizers['llama3'], 'model')
-    ours.chat_templates = {'default': '{% if %}'}
-    chat.chat_of.cache_clear()
-    with pytest.raises(DataError, match='the chat template of the model is no Jinja'):
-        chat.encode_conversation(MESSAGES, ours, 'model')
+        theirs.apply_chat_template(no_user, tokenize=False)
+    broken, llama3 = load_tokenizer(tmp_path / 'run'), tokenizers['llama3']
+    broken.chat_templates = {'default': '{% if %}'}
+    for messages, tokenizer, template, error, message in (
+            (no_user, ours, 'gemma', DataError, wrong),
+            ([{'role': 'guest', 'content': 'x'}, *TURNS], ours, 'gemma', DataError,
+             "role 'guest'; wanted one of system, user, assistant"),
+            (MESSAGES, llama3, 'gemma', ConfigError, "needs <start_of_turn>, .*'tulu' works"),
+            (MESSAGES, llama3, 'model', ConfigError, 'brings no chat template; use one of alpaca'),
+            (MESSAGES, broken, 'model', DataError, 'the chat template of the model is no Jinja')):
+        with pytest.raises(error, match=message):
+            chat.encode_conversation(messages, tokenizer, template)
 
 
 def test_a_model_s_own_template_is_kept_and_named(tmp_path, tokenizers):

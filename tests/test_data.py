@@ -4,16 +4,13 @@ import fnmatch
 import functools
 import gzip
 import json
-import resource
-import signal
 import socket
 import time
-import tomllib
 from pathlib import Path
 from types import SimpleNamespace
 import numpy as np
 import pytest
-from common import HERE, add_to_hub, asking, write_rows
+from common import add_to_hub, asking, cases_of, recorded, write_rows
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -86,16 +83,10 @@ def test_a_hub_that_does_not_answer_is_not_waited_for(tmp_path, monkeypatch):
 
 
 def test_a_full_disk_at_the_token_cache_is_named(tmp_path):
-    before = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(
-        signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[0][1]))
-    try:
-        with pytest.raises(OSError, match='File too large'), temporary(
-                tmp_path / 'cache', folder=True) as part:
-            cache._write(part, [[(0, [], [])] * 600], {})      # the offsets alone have 4,808 bytes
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before[0])
-        signal.signal(signal.SIGXFSZ, before[1])
+    with pytest.raises(OSError, match='No space left'), temporary(
+            tmp_path / 'cache', folder=True) as part:
+        (part / 'offsets.bin').symlink_to('/dev/full')
+        cache._write(part, [[(0, [], [])]], {})
     assert not [*tmp_path.iterdir()]
 
 
@@ -154,7 +145,7 @@ def test_train_on_inputs_supervises_every_token_but_bos(tmp_path, tokenizers, ca
 
 
 # as in the hub's files, in no order of the tree; the ids of answers are in capitals
-TREES = json.loads((HERE / 'tests' / 'message_trees.json').read_text())
+TREES = cases_of('message_trees.json')
 
 
 @pytest.mark.parametrize('name', ['data/train-00000-of-00001-b42a775f407cee45.parquet',
@@ -212,7 +203,7 @@ def test_an_answer_that_is_not_trained_has_the_same_tokens_without_loss(tmp_path
     assert after_empty == trained
 
 
-USER_FILES = tomllib.loads((HERE / 'tests' / 'user_files.toml').read_text(encoding='utf-8'))
+USER_FILES = cases_of('user_files.toml')
 
 
 @pytest.mark.parametrize('name', USER_FILES)
@@ -266,49 +257,41 @@ def test_empty_and_missing_data_are_named(tmp_path, tokenizers, monkeypatch):
     assert len(conversations(Path('~/chat.jsonl'), gemma, cache_dir='~/cache')) == 1
 
 
-def test_cache_is_keyed_by_what_went_in(tmp_path, tokenizers):
-    path = write_rows(tmp_path / 'chat.jsonl', [{'messages': SAME}])
-    here, gemma = tmp_path / 'cache', tokenizers['gemma']
-
-    def times():
-        return {p: p.stat().st_mtime_ns for p in here.rglob('*')}
-    first, made = conversations(path, gemma), times()
+def test_cache_is_keyed_by_what_went_in(tmp_path, tokenizers, monkeypatch):
+    path, gemma = write_rows(tmp_path / 'chat.jsonl', [{'messages': SAME}]), tokenizers['gemma']
+    written = recorded(monkeypatch, cache, '_write')
+    first = conversations(path, gemma)
     # a memmap's slices are slow to make
-    assert {*map(type, conversations(path, gemma)[0])} == {np.ndarray} and made == times()
+    assert {*map(type, conversations(path, gemma)[0])} == {np.ndarray} and len(written) == 1
     for n, change in enumerate(({'max_length': 32}, {'template': 'gemma'})):
         conversations(path, gemma, **change)
-        assert len(list(here.iterdir())) == 2 + n
+        assert len(written) == 2 + n
     conversations(path, tokenizers['llama2'])
     # the digest depends on tokens, mask and order
     rows = [{'messages': SAME}, {'messages': [SAME[0], SAME[1] | {'content': 'fox'}]}]
     digests = [conversations(write_rows(path, some), gemma).digest
                for some in (rows[:1], rows, rows[::-1], rows[1:])]
-    assert digests[0] == first.digest and len({*digests}) == 4 and len(list(here.iterdir())) == 7
+    assert digests[0] == first.digest and len({*digests}) == 4 and len(written) == 7
 
 
 def test_sequences_of_a_prompt_or_document_have_one_group(tmp_path, tokenizers):
     gemma, answer = tokenizers['gemma'], SAME[1] | {'content': 'Another answer.'}
     talks = [SAME, [SAME[0], answer], [SAME[0] | {'content': 'Why?'}, SAME[1]]]
-    path = write_rows(tmp_path / 'talks.jsonl', [{'messages': talk} for talk in talks])
-    for options in ({}, {'train_on_inputs': True}):
-        a, b, c = conversations(path, gemma, **options).groups
+    # another answer, another length of the conversation, white space, another system message
+    longer = [SAME, [SAME[0] | {'content': ' sky?\n'}, answer, SAME[0], SAME[1]], BRIEF]
+    pairs = [{'prompt': f'{who}?', 'chosen': x, 'rejected': y}
+             for who, x, y in ('Aab', 'Acd', 'Bab')]
+    talks, longer = ([{'messages': talk} for talk in some] for some in (talks, longer))
+    path = tmp_path / 'rows.jsonl'
+    for rows, options in (
+            (talks, {}), (talks, {'train_on_inputs': True}), (longer, {}),
+            (pairs, {'load': preferences.load_preferences, 'template': 'tulu', 'pack_len': 64})):
+        a, b, c = conversations(write_rows(path, rows), gemma, **options).groups
         assert a == b != c
     texts = ['the quick fox ' * 40, 'a dog', 'the quick fox ' * 40]
-    path = write_rows(tmp_path / 'texts.jsonl', [{'text': text} for text in texts])
-    groups = conversations(path, gemma, load_text).groups
+    groups = conversations(write_rows(path, [{'text': text} for text in texts]), gemma,
+                           load_text).groups
     assert len(groups) == 5 and len({*groups[[0, 1, 3, 4]]}) == 1 and len({*groups}) == 2
-    pairs = [{'prompt': 'Who?', 'chosen': x, 'rejected': y} for x, y in ('ab', 'cd')]
-    sequences = preferences.load_preferences(
-        str(write_rows(tmp_path / 'pairs.jsonl', [*pairs, pairs[0] | {'prompt': 'Why?'}])), gemma,
-        template='tulu', max_length=64, pack_len=64, add_bos=True, cache_dir=tmp_path / 'cache')
-    a, b, c = sequences.groups
-    assert a == b != c
-    # another answer, another length of the conversation, white space, another system message
-    talks = [SAME, [SAME[0] | {'content': f' {SAME[0]["content"]}\n'}, answer, SAME[0], SAME[1]],
-             [{'role': 'system', 'content': 'Be brief.'}, *SAME]]
-    path = write_rows(tmp_path / 'lengths.jsonl', [{'messages': talk} for talk in talks])
-    a, b, c = conversations(path, gemma).groups
-    assert a == b != c
 
 
 def test_the_name_of_a_file_decides_which_of_its_rows_are_trained(tmp_path, tokenizers, capsys):
@@ -320,12 +303,12 @@ def test_the_name_of_a_file_decides_which_of_its_rows_are_trained(tmp_path, toke
 
 def test_solved_questions_are_trained_by_letter(tmp_path, tokenizers):
     """The tokens are those of an evaluation; the loss is on the letter of the answer alone."""
-    tokenizer, common = tokenizers['gemma'], dict(add_bos=True, max_length=500)
-    row = {'sentence': 'Kim met Ann; _ won.', 'option1': 'Kim', 'option2': 'Ann'}
+    tokenizer, row = tokenizers['gemma'], {'sentence': 'Kim met Ann; _ won.', 'option1': 'Kim'}
     path = write_rows(tmp_path / 'hub/winogrande_xl/train-00000-of-00001.parquet',
-                      [row | {'answer': answer} for answer in '1221'])
-    common['cache_dir'] = tmp_path / 'cache'
-    sequences = load_answers(f'winogrande_xl:{tmp_path / "hub"}', tokenizer, **common)
+                      [row | {'option2': 'Ann', 'answer': answer} for answer in '1221'])
+    load = functools.partial(load_answers, tokenizer=tokenizer, add_bos=True, max_length=500,
+                             cache_dir=tmp_path / 'cache')
+    sequences = load(f'winogrande_xl:{tmp_path / "hub"}')
     asked = questions.load_task(f'winogrande_xl:{path}', asking()).items
     trees = [*tokenize_questions(asked, {}, tokenizer, add_bos=True, max_length=500)]
     assert len(sequences) == len(trees) == 4
@@ -339,8 +322,8 @@ def test_solved_questions_are_trained_by_letter(tmp_path, tokenizers):
     path = write_rows(tmp_path / 'mine.jsonl', [row, row | {'answer': 'E'},
                                                 row | {'question': 'sky ' * 499}])
     with pytest.raises(DataError, match='mine.jsonl:2: no valid answer: .E'):
-        load_answers(str(path), tokenizer, **common)
-    sequences = load_answers(str(path), tokenizer, **common, on_bad_row='skip')
+        load(str(path))
+    sequences = load(str(path), on_bad_row='skip')
     assert len(sequences) == 1 and sequences.info['bad_rows'] == 2
 
 

@@ -8,7 +8,7 @@ import re
 import pytest
 import torch
 import torch.nn.functional as F
-from common import cases_of, kernel_variants, off
+from common import cases_of, kernel_variants, off, recorded
 
 import fused_ce
 from fused_ce import (confidence_penalty, cross_entropy, entropy_weighted, focal,
@@ -92,30 +92,13 @@ def assert_close(values, reference, limit=1e-5):
         assert off(a, b) < limit, f'{name} is off by {off(a, b):.1e}'
 
 
-@pytest.mark.parametrize('N, D, V, smoothing, softcap', [
-    (7, 31, 123, 0.0, None), (7, 31, 123, 0.1, 5.0), (1, 64, 17, 0.1, None),
-    (11, 123, 507, 1.0, 30.0)])
-def test_ce_equals_torch(ce_device, N, D, V, smoothing, softcap):
-    hidden, weight, target = ce_inputs(N, D, V, ce_device, std=3.0)
-    kw = dict(smoothing=smoothing, softcap=softcap)
-    for memory, reduction in ((None, 'mean'), (1, 'sum'), (1, 'none')):
-        expected = by_autograd(smoothed(smoothing), hidden, weight, target, softcap,
-                               total=None if reduction == 'mean' else 1)
-        assert_close(ours(hidden, weight, target, memory=memory, reduction=reduction, **kw),
-                     expected)
-    loss, nll = smoothed_cross_entropy(hidden, weight, target, **kw)
-    assert off(nll, by_autograd(nll_of, hidden, weight, target, softcap)[0]) < 1e-5
-    assert loss.dtype == nll.dtype == torch.float32 and not nll.requires_grad
-
-
 @pytest.mark.parametrize('n, memory, rows', [
     (1000, 2 ** 40, [1000]), (1100, 512 * 4 * 512, [384, 384, 332]),    # three alike, not 512 twice
     (1000, 400 * 4 * 512, [384, 384, 232]),     # whole tiles of 128
     (300, 0, [128, 128, 44])])                  # never fewer than 128
 def test_ce_memory_bounds_the_chunk(n, memory, rows, monkeypatch):
     """Memory is a bound on the logits that are alive at once: the largest product of a call."""
-    sizes, mm = [], torch.mm
-    monkeypatch.setattr(torch, 'mm', lambda *a, **kw: sizes.append(kw['out'].shape) or mm(*a, **kw))
+    sizes = recorded(monkeypatch, torch, 'mm', lambda *_, out: out.shape)
     monkeypatch.setattr(fused_ce, 'LEAST_MEMORY', 2 ** 18)
     hidden, weight, target = ce_inputs(n, 8, 512, ignored=0)
     with torch.no_grad():
@@ -241,23 +224,19 @@ def test_ce_takes_any_upstream_gradient_and_has_no_second_derivative(ce_device):
 def test_ce_frozen_inputs_cost_no_product(ce_device, reduction, trained, monkeypatch):
     hidden, weight, target = ce_inputs(5, 16, 40, ce_device)
     expected = by_autograd(smoothed(0.1), hidden, weight, target, total=1)
-    products = []
-    for function in (torch.mm, torch.addmm):
-        monkeypatch.setattr(torch, function.__name__, lambda *a, f=function, **kw: (
-            products.append(1) or f(*a, **kw)))
+    products = [recorded(monkeypatch, torch, name) for name in ('mm', 'addmm')]
     inputs = [x.detach().requires_grad_(needed)
               for x, needed in zip((hidden, weight), trained, strict=True)]
     loss = smoothed_cross_entropy(*inputs, target, smoothing=0.1, reduction=reduction)[0].sum()
     if any(trained):
         loss.backward()
     again = reduction == 'none' and any(trained)        # the logits in the forward pass, too
-    assert len(products) == 1 + sum(trained) + again
+    assert sum(map(len, products)) == 1 + sum(trained) + again
     for x, gradient in zip(inputs, expected[1:], strict=True):
         assert off(x.grad, gradient) < 1e-5 if x.requires_grad else x.grad is None
-    products.clear()
     with torch.no_grad():
         smoothed_cross_entropy(*inputs, target, smoothing=0.1, reduction=reduction)
-    assert len(products) == 1
+    assert sum(map(len, products)) == 2 + sum(trained) + again
 
 
 def test_autocast_is_followed(ce_device):

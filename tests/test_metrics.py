@@ -4,12 +4,11 @@ import itertools
 import json
 import math
 import re
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from common import exactly
+from common import cases_of, exactly
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
@@ -21,7 +20,7 @@ from research.papers import outlier_exposure
 
 MEASURES = {measure.key: measure for measure in metrics.MEASURES}
 # tolerance -> case -> values of other libraries; 1e-6 for those in float32
-GOLDEN = json.loads((Path(__file__).parent / 'golden_metrics.json').read_text())
+GOLDEN = cases_of('golden_metrics.json')
 small = settings(max_examples=30, deadline=None, derandomize=True)
 
 
@@ -135,17 +134,16 @@ def test_nll_of_scores_has_no_floor():
 
 
 @pytest.mark.parametrize('metric, setting, message, values', [
-    *((getattr(metrics, name), setting, f'{setting} must be a whole number, 1 or more',
-       (0, 10.0, True)) for name, setting in (('ece', 'n_bins'), ('ace', 'n_ranges'),
-                                              ('rmsce', 'bin_size'))),
-    (metrics.accuracy_at_coverage, 'coverage', 'coverage must be a number in (0, 1]',
+    *((name, setting, 'must be a whole number, 1 or more', (0, 10.0, True)) for name, setting in (
+        ('ece', 'n_bins'), ('ace', 'n_ranges'), ('rmsce', 'bin_size'))),
+    ('accuracy_at_coverage', 'coverage', 'must be a number in (0, 1]',
      (0, 2, -0.1, math.nan, '0.5')),
-    (metrics.conformal_sets, 'alpha', 'alpha must be a number in', (0, 1, math.nan)),
-    (metrics.entropy, 'unit', "unit must be 'bits', 'nats' or 'share', not 'bans'", ('bans',))])
+    ('conformal_sets', 'alpha', 'must be a number in', (0, 1, math.nan)),
+    ('entropy', 'unit', "must be 'bits', 'nats' or 'share', not 'bans'", ('bans',))])
 def test_settings_out_of_range_are_refused(metric, setting, message, values):
     for value in values:
-        with pytest.raises(ValueError, match=re.escape(message)):
-            metric([[0.5, 0.5]], [0], **{setting: value})
+        with pytest.raises(ValueError, match=re.escape(f'{setting} {message}')):
+            getattr(metrics, metric)([[0.5, 0.5]], [0], **{setting: value})
 
 
 THREE = [[0.5, 0.25, 0.25], [0.5, 0.5, 0.0]], [0, 1]

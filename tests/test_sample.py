@@ -1,17 +1,17 @@
 """sample.py"""
 
 import io
+import itertools
 import re
 import shutil
 import sys
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import sample
-from common import rewrite
-from data.tree_rows import Tree
+from common import recorded, rewrite
 from data.tokenizer import load_tokenizer
-from scoring import option_log_probs
 from decoding.answers import Answer, generate, stream
 from runtime import checkpoint
 from runtime.errors import CheckpointError, ConfigError, DataError, escape_controls
@@ -58,36 +58,38 @@ def test_characters_are_printed_whole(tokenizers, kind):
         assert ''.join(shown) == whole.partition(stop)[0]
 
 
-def test_one_answer_is_greedy_with_its_probabilities(chat_folder, capsys, monkeypatch):
-    def said(*arguments):
+def test_answers_are_printed_with_their_probabilities(chat_folder, capsys, monkeypatch):
+    def printed(*arguments):
         sample.main([f'--model={chat_folder}', '--device=cpu', '--max_tokens=12', *arguments])
-        return capsys.readouterr().out
+        return capsys.readouterr()
+
+    def listed(answer):
+        return ''.join(f'{np.exp(p):.6f}  {tokenizer.decode([i], start=False)!r}\n'
+                       for i, p in zip(answer.tokens, answer.log_probs, strict=True))
     model, tokenizer = checkpoint.load(chat_folder).eval(), load_tokenizer(chat_folder)
     ids, stop = sample.encode_prompt([{'role': 'user', 'content': 'What?'}], tokenizer, 'tulu')
-    settings, raw = Sampling(max_tokens=12, temperature=0.0), [1, *tokenizer.encode('What')]
-    answer, raw = (next(generate(model, [prompt], settings, tokenizer, end))[1][0]
-                   for prompt, end in ((ids, stop | {2}), (raw, {2})))
-    assert said('--prompt=What?') == escape_controls(answer.text) + '\n'
+    raw, greedy = [1, *tokenizer.encode('What')], {'temperature': 0.0}
+    (answer,), (raw,), several = (
+        next(generate(model, [prompt], Sampling(max_tokens=12, **more), tokenizer, end))[1]
+        for prompt, end, more in ((ids, stop, greedy), (raw, {2}, greedy), (ids, stop, {'n': 3})))
+    assert printed('--prompt=What?').out == escape_controls(answer.text) + '\n'
+    assert printed('--raw', '--prompt=What').out == escape_controls(raw.text) + '\n'
     monkeypatch.setattr(sys, 'stdin', io.TextIOWrapper(io.BytesIO(b'What?\n')))
-    assert said('--probs') == escape_controls(answer.text) + '\n' + ''.join(
-        f'{np.exp(p):.6f}  {tokenizer.decode([i], start=False)!r}\n'
-        for i, p in zip(answer.tokens, answer.log_probs, strict=True))
-    assert said('--raw', '--prompt=What') == escape_controls(raw.text) + '\n'
+    assert printed('--probs').out == escape_controls(answer.text) + '\n' + listed(answer)
+    shown = printed('--prompt=What?', '--n=3', '--temperature=1', '--stats', '--probs')
+    for k, answer in enumerate(several, 1):
+        p = np.exp(sum(answer.log_probs))
+        assert f'--- {k} of 3: probability {p:.3g}, {len(answer.tokens)} tokens' in shown.out
+        assert listed(answer) in shown.out
+    for unit in ('tokens/s', 'GB/s', 'TFLOP/s'):
+        assert unit in shown.err
 
 
 def test_a_conversation_continues_until_the_context_is_full(chat_folder, capsys, monkeypatch):
-    asked, encode_prompt = [], sample.encode_prompt
-    lines = iter(['What?', '', '  And then? ', 'a' * 900, 'Who?'])
-
-    def type_line(prompt):
-        for text in lines:
-            return text
-        raise EOFError      # Ctrl-D
-
-    monkeypatch.setattr('builtins.input', type_line)
+    typed = Mock(side_effect=['What?', '', '  And then? ', 'a' * 900, 'Who?', EOFError])   # Ctrl-D
+    monkeypatch.setattr('builtins.input', typed)
     monkeypatch.setattr(sys.stdin, 'isatty', lambda: True, raising=False)
-    monkeypatch.setattr(sample, 'encode_prompt', lambda messages, *rest: (
-        asked.append([*messages]), encode_prompt(messages, *rest))[1])
+    asked = recorded(monkeypatch, sample, 'encode_prompt', lambda messages, *_: [*messages])
     sample.main([f'--model={chat_folder}', '--max_tokens=4'])
     printed = capsys.readouterr()
     assert [[m['role'] for m in messages] for messages in asked] == [
@@ -125,31 +127,10 @@ def test_prompts_that_cannot_be_answered_are_refused(chat_folder, tmp_path):
         sample.main([f'--model={chat_folder}', '--prompt=a'])
 
 
-def test_several_answers_have_the_probabilities_of_the_scoring_path(chat_folder, capsys):
-    sample.main([f'--model={chat_folder}', '--prompt=What?', '--n=3', '--temperature=1',
-                 '--max_tokens=5', '--stats', '--probs', '--device=cpu'])
-    printed = capsys.readouterr()
-    model, tokenizer = checkpoint.load(chat_folder).eval(), load_tokenizer(chat_folder)
-    ids, stop = sample.encode_prompt([{'role': 'user', 'content': 'What?'}], tokenizer, 'tulu')
-    ((_, answers),) = generate(model, [ids], Sampling(n=3, max_tokens=5), tokenizer, stop | {2})
-    (log_probs,) = option_log_probs(model, [Tree((), ids, [a.tokens for a in answers],
-                                                 [len(ids)] * 3)])
-    for k, (answer, log_p) in enumerate(zip(answers, log_probs), 1):
-        assert sum(answer.log_probs) == pytest.approx(log_p, abs=1e-4)
-        assert (f'--- {k} of 3: probability {np.exp(log_p):.3g}, {len(answer.tokens)} tokens'
-                in printed.out)
-        for token, p in zip(answer.tokens, answer.log_probs):
-            assert f'{np.exp(p):.6f}  {tokenizer.decode([token], start=False)!r}' in printed.out
-    for unit in ('tokens/s', 'GB/s', 'TFLOP/s'):
-        assert unit in printed.err
-
-
 def test_ctrl_c_ends_an_answer(chat_folder, capsys, monkeypatch):
     def interrupted(*arguments):
-        for n, answer in enumerate(stream(*arguments)):
-            yield answer
-            if n == 3:
-                raise KeyboardInterrupt
+        yield from itertools.islice(stream(*arguments), 3)
+        raise KeyboardInterrupt
     monkeypatch.setattr(sample, 'stream', interrupted)
     with pytest.raises(KeyboardInterrupt):      # the script then ends with 130
         sample.main([f'--model={chat_folder}', '--prompt=What?'])

@@ -15,7 +15,6 @@ import sample
 import train
 from data.tree_rows import Tree
 from data.tokenizer import load_tokenizer
-from research.common import read_lines
 from results.samples import read_samples
 from runtime import checkpoint, saving
 from runtime.errors import CheckpointError, ConfigError
@@ -110,7 +109,7 @@ def test_copies_in_older_checkpoints_are_ignored(tmp_path):
 
 
 def t5_with_task(folder):
-    """A tiny T5 with a tokenizer, and a task of questions with options of several tokens."""
+    """A tiny T5 with a tokenizer, and a task: its solved questions and those that are asked."""
     sentencepiece_folder(folder / 'model', 't5', ['A B C D', '(with answers)', 'various things'])
     model = reference(folder / 'model', 3, kind='T5', untied=True, tie_word_embeddings=False,
                       vocab_size=load_tokenizer(folder / 'model').n_vocab + 28)
@@ -120,7 +119,7 @@ def t5_with_task(folder):
              'answer': i % 4} for i in range(14)]
     for split, part in (('dev', rows[:2]), ('test', rows[2:])):
         write_rows(folder / 'questions' / f'{split}.jsonl', part)
-    return model
+    return model, rows[:2], rows[2:]
 
 
 def loop_log_probs(model, source, answer):
@@ -134,15 +133,13 @@ def loop_log_probs(model, source, answer):
 @pytest.mark.parametrize('scoring', ['letters', 'text'])
 def test_scores_equal_a_plain_loop_over_transformers(scoring, tmp_path):
     """The prompt with its shots is tokenized as a whole, and each answer alone."""
-    model = t5_with_task(tmp_path)
+    model, solved, rows = t5_with_task(tmp_path)
     tokenizer, results = load_tokenizer(tmp_path / 'model'), []
     for name, more in (('a', ['--pack_len=40']), ('b', ['--deterministic=True'])):
         evaluate.main([f'--model={tmp_path / "model"}', f'--tasks={tmp_path / "questions"}',
                        f'--out_dir={tmp_path / name}', '--shots=2', f'--scoring={scoring}',
                        '--n_bootstrap=0', '--pictures=False', '--dtype=float32', *more])
         results.append(read_samples(tmp_path / name / 'samples.jsonl'))
-    solved, rows = (read_lines(tmp_path / 'questions' / f'{split}.jsonl')
-                    for split in ('dev', 'test'))
 
     def answers_of(row):
         return [*'ABCD'] if scoring == 'letters' else row['choices']

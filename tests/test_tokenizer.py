@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import tokenizers
 import transformers
-from common import CORPUS, SHARED, needs_files, sentencepiece_folder, tiktoken_folder
+from common import CORPUS, SHARED, edit_config, needs_files, sentencepiece_folder, tiktoken_folder
 from bridges import export
 from data import byte_pairs, chat, sentence_pieces
 from data.tokenizer import load_model_tokenizer, load_tokenizer
@@ -182,16 +182,14 @@ def test_the_unigram_model_of_t5(tmp_path):
 
 def phi3_folder(folder):
     """Llama 2's tokenizer with added tokens outside tokenizer.model, as Phi-3's files have them."""
-    n, path = sentencepiece_json(folder, 'llama2', 'Prepend').n_vocab, folder / 'tokenizer.json'
-    content = json.loads(path.read_text())
-    first = content['added_tokens'][0]
-    content['added_tokens'] += [
-        first | {'id': n + i, 'content': name, 'rstrip': i > 0} for i, name in enumerate((
-            '<|endoftext|>', '<|assistant|>', '<|end|>', '<|system|>', '<|user|>'))]
-    path.write_text(json.dumps(content))
+    n = sentencepiece_json(folder, 'llama2', 'Prepend').n_vocab
+    added = json.loads((folder / 'tokenizer.json').read_text())['added_tokens']
+    added += [added[0] | {'id': n + i, 'content': name, 'rstrip': i > 0} for i, name in enumerate((
+        '<|endoftext|>', '<|assistant|>', '<|end|>', '<|system|>', '<|user|>'))]
+    edit_config(folder, 'tokenizer.json', added_tokens=added)
     (folder / 'tokenizer_config.json').write_text(json.dumps({
         'add_bos_token': False, 'eos_token': '<|endoftext|>', 'added_tokens_decoder': {
-            token.pop('id'): token for token in content['added_tokens']}}))
+            token.pop('id'): token for token in added}}))
     (folder / 'config.json').write_text('{"model_type": "phi3"}')
     return folder
 
@@ -285,7 +283,6 @@ def test_a_tokenizer_that_is_missing_damaged_or_not_supported_is_refused_by_name
     for change, message in (
             (lambda f: f['model'].update(dropout=0.1), 'model.dropout is not supported'),
             (lambda f: f['pre_tokenizer'].update(add_prefix_space=True), 'add_prefix_space'),
-            (lambda f: f.pop('model'), 'cannot read this file, .*Model missing'),
             (lambda f: f.update(pre_tokenizer=endless), 'or encode a text with it')):
         rewrite_json(path, change)
         with pytest.raises(DataError, match=f'(?s)tokenizer.json: .*{message}'):
