@@ -398,7 +398,6 @@ def reward_of(name, answer, row):
     return load_reward(name, 'cpu', None, 'tulu').score('', answer, row)
 
 
-RATED = '<answer>{}</answer><confidence>{}</confidence>'
 WHY = {'role': 'user', 'content': 'Why?'}
 
 
@@ -408,19 +407,14 @@ def test_a_reward_is_that_of_the_rule_of_the_task(name, answer, target, reward):
     assert reward_of(name, answer, {'prompt': '?', 'answer': target}) == pytest.approx(reward)
 
 
-def test_rewards_of_a_confidence_are_highest_at_the_accuracy_and_those_of_abstaining_agree():
+def test_the_reward_of_a_stated_confidence_is_the_mean_over_the_thresholds_of_abstaining():
+    """Wrong answers that are given cost -t / (1 - t)."""
     row = {'question': '?', 'answer': '#### 3'}
-    for p in (0.2, 0.55, 0.9):
-        for name in ('rlcr', 'log_score', 'abstain_stated'):
-            mean = [p * reward_of(f'{name}:gsm8k', RATED.format(3, q / 100), row)
-                    + (1 - p) * reward_of(f'{name}:gsm8k', RATED.format(4, q / 100), row)
-                    for q in range(1, 100)]
-            assert np.argmax(mean) + 1 == round(100 * p), name
-    # over thresholds: wrong answers that are given cost -t / (1 - t)
     paid = [reward_of('abstain:gsm8k', '#### 4' if 0.8 >= t else "I don't know",
                       row | {'threshold': t}) for t in ((np.arange(10000) + 0.5) / 10000).tolist()]
+    rated = '<answer>4</answer><confidence>0.8</confidence>'
     assert np.mean(paid) == pytest.approx(
-        reward_of('abstain_stated:gsm8k', RATED.format(4, 0.8), row), abs=1e-3)
+        reward_of('abstain_stated:gsm8k', rated, row), abs=1e-3)
 
 
 @pytest.mark.parametrize('row', [
