@@ -1,4 +1,4 @@
-"""align.py with rewards: advantages, losses against plain loops, whole runs, closed forms."""
+"""align.py with rewards: advantages, losses against plain loops, whole runs, rewards."""
 
 import shutil
 import sys
