@@ -10,6 +10,7 @@ import functools
 import io
 import os
 import random
+import shutil
 import sys
 from collections import Counter
 from dataclasses import replace
@@ -117,6 +118,16 @@ def base(request, tmp_path_factory):
     """A tiny random model with Llama 2's tokenizer: a Llama, or that of an indirect parameter."""
     folder = sentencepiece_folder(tmp_path_factory.mktemp('base'), 'llama2')
     reference_model(getattr(request, 'param', 'llama'), folder, vocab_size=400)
+    return folder
+
+
+@pytest.fixture(scope='session')
+def own(tmp_path_factory):
+    """A folder with a model, conversations, texts and benchmarks as they are published."""
+    folder = tmp_path_factory.mktemp('own')
+    shutil.copytree(Path(__file__).parent / 'paper_files', folder, dirs_exist_ok=True)
+    reference_model('llama', sentencepiece_folder(folder / 'model', 'llama2'), vocab_size=450,
+                    max_position_embeddings=2048)
     return folder
 
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed.run
 import fused_ce
 from research.bench import common as bench_common
-from common import HERE, reference_model, sentencepiece_folder, write_rows
+from common import HERE, reference_model, write_rows
 from model import CausalLM
 from runtime.config_json import config_from_hf
 from scripts import run_scripts
@@ -25,18 +25,6 @@ TINY = {'model_type': 'llama', 'vocab_size': 512, 'hidden_size': 32, 'intermedia
         'num_hidden_layers': 1, 'num_attention_heads': 2, 'num_key_value_heads': 1, 'head_dim': 16,
         'rms_norm_eps': 1e-5, 'rope_theta': 1e4, 'max_position_embeddings': 4096,
         'tie_word_embeddings': True}
-
-
-@pytest.fixture(scope='module')
-def files(tmp_path_factory):
-    """A folder with a tokenizer and a small file of each kind that a benchmark reads."""
-    folder = tmp_path_factory.mktemp('files')
-    shutil.copytree(HERE / 'tests' / 'paper_files', folder, dirs_exist_ok=True)
-    sentencepiece_folder(folder / 'tokenizer', 'llama2')
-    write_rows(folder / 'talks.jsonl', [
-        {'instruction': f'the fox {i}?', 'output': 'the lazy dog ' * (i % 5 + 1)}
-        for i in range(300)])
-    return folder
 
 
 def first_table(name, **settings):
@@ -131,10 +119,10 @@ def test_a_missing_peer_or_our_lack_of_memory_is_a_row_and_our_other_errors_stop
     assert bench.all.timings('train', {'tables': [table]}) == {}
 
 
-def test_decoding_is_timed_beside_transformers_and_as_a_command(small, files, monkeypatch):
+def test_decoding_is_timed_beside_transformers_and_as_a_command(small, own, monkeypatch):
     monkeypatch.setattr(bench.generate, 'SETTINGS', ((1, 6, 9), (4, 8, 8)))
     table = first_table('generate', shape=('llama32_1b',), rows=(1, 4),
-                        prompts=f'{files}/gsm8k/test.jsonl', tokenizer=f'{files}/tokenizer')
+                        prompts=f'{own}/gsm8k/test.jsonl', tokenizer=f'{own}/model')
     for setting in ('1 x 6 + 9', '4 x 8 + 8'):
         ours, peer = (table['results'][setting][name] for name in ('ours', 'transformers'))
         assert ours['tokens_per_s'] > 0 and peer['tokens_per_s'] > 0
@@ -148,18 +136,18 @@ def test_decoding_is_timed_beside_transformers_and_as_a_command(small, files, mo
     assert bench.generate.step_cost(model, 4, 17) == ((weights + 2 * 16 * 17) * 2, 2 * weights * 4)
 
 
-def test_written_answers_are_timed(small, files):
-    table = first_table('gsm8k_answers', data=f'{files}/gsm8k', tokenizer=f'{files}/tokenizer', n=2,
+def test_written_answers_are_timed(small, own):
+    table = first_table('gsm8k_answers', data=f'{own}/gsm8k', tokenizer=f'{own}/model', n=2,
                         max_tokens=5, ours=True)
     whole, alone = table['results'].values()
     assert whole['answers'] == alone['answers'] == 5 * 3 and 15 <= whole['tokens'] <= 75
     assert 0 < alone['seconds'] < whole['seconds']
 
 
-def test_several_gpus(small, files, monkeypatch):
+def test_several_gpus(small, own, monkeypatch):
     monkeypatch.setenv('OMP_NUM_THREADS', '1')      # torchrun sets this, on which products depend
     names = '1 GPU, deterministic', '2 GPUs, deterministic, shared weights'
-    table = first_table('several_gpus', data=f'{files}/mmlu', tokenizer=f'{files}/tokenizer',
+    table = first_table('several_gpus', data=f'{own}/mmlu', tokenizer=f'{own}/model',
                         languages=2, limit=5, only='|'.join(names))
     assert [(name, row['same']) for name, row in table['results'].items()] == [
         *zip(names, (None, True))]
@@ -167,27 +155,27 @@ def test_several_gpus(small, files, monkeypatch):
 
 
 @pytest.mark.parametrize('ours', [True, False])
-def test_steps_of_dpo_and_of_grpo_are_timed(small, ours, files, tmp_path, monkeypatch):
+def test_steps_of_dpo_and_of_grpo_are_timed(small, ours, own, tmp_path, monkeypatch):
     if not ours:
         pytest.importorskip('trl')
-    tokenizer = f'{files}/tokenizer'
+    tokenizer = f'{own}/model'
     for module, name, value in (
             (bench.align, 'STEPS', 1), (bench.grpo, 'PROMPTS', 2), (bench.grpo, 'ANSWERS', 2),
             (bench.grpo, 'TOKENS', 6), (bench.grpo, 'STEPS', 1)):
         monkeypatch.setattr(module, name, value)
-    row = bench.align.measure(TINY, ours, ours, f'{files}/pairs.json', tokenizer, 4,
+    row = bench.align.measure(TINY, ours, ours, f'{own}/pairs.json', tokenizer, 4,
                               {} if ours else {'size': 2})
     assert row['tokens_per_s'] > 0 and row['reference_s'] >= 0
     bench.grpo.prepare('llama32_1b', bench.grpo.BenchConfig(
-        tokenizer=tokenizer, prompts=f'{files}/gsm8k/train.jsonl'), tmp_path)
+        tokenizer=tokenizer, prompts=f'{own}/gsm8k/train.jsonl'), tmp_path)
     row = bench.grpo.measure(str(tmp_path), ours, {'micro_rows' if ours else 'size': 2})
     assert min(row['rollout_s'], row['update_s'], row['step_s'], row['first_s']) >= 0
 
 
-def test_evaluation_is_timed_beside_a_loop(small, files, monkeypatch):
+def test_evaluation_is_timed_beside_a_loop(small, own, monkeypatch):
     monkeypatch.setattr(bench.eval, 'busy_share', lambda call: len(call()) and 1.0)
-    table = first_table('eval', shape=('llama32_1b',), data=f'{files}/mmlu',
-                        tokenizer=f'{files}/tokenizer', sample=8)
+    table = first_table('eval', shape=('llama32_1b',), data=f'{own}/mmlu',
+                        tokenizer=f'{own}/model', sample=8)
     ours, peer = table['results']['ours'], table['results']['Hugging Face']
     assert ours['questions_per_s'] > 0 and peer['questions_per_s'] > 0 and ours['tokens'] > 0
 
@@ -204,14 +192,13 @@ def test_the_picture_of_each_script_is_drawn_from_its_file(name, tmp_path):
 
 
 def test_each_kernel_belongs_to_one_item_of_a_step():
-    kernels = {'triton_poi_fused_add_sqrt_3': 'AdamW', 'triton_red_fused_rms_norm_1': 'elementwise',
-               '_gradient_kernel': 'loss', 'nvjet_sm90_tst_128x256': 'products',
+    kernels = {'triton_poi_fused_add_sqrt_3': 'AdamW', '_gradient_kernel': 'loss',
+               'nvjet_sm90_tst_128x256': 'products', 'Memcpy HtoD (Pinned -> Device)': 'other',
                'triton_tem_fused_flex_attention_0': 'attention forward',
                'triton_tem_fused_flex_attention_backward_7': 'attention backward',
                'cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma': 'attention backward',
                'triton_poi_fused_cat_flex_attention_mul_2': 'elementwise',
-               'void at::native::multi_tensor_apply_kernel<LpNormFunctor>': 'gradient norm',
-               'Memcpy HtoD (Pinned -> Device)': 'other'}
+               'void at::native::multi_tensor_apply_kernel<LpNormFunctor>': 'gradient norm'}
     for kernel, item in kernels.items():
         assert bench.floors.item_of(kernel, {'triton_poi_fused_add_sqrt_3'}) == item
     assert {'_row_sums_kernel', '_gradient_kernel'} <= bench.floors.LOSS or fused_ce.triton is None
@@ -295,10 +282,13 @@ def test_one_command_writes_one_page(small, tmp_path, monkeypatch, capsys):
     assert (tmp_path / 'README.md').read_text().count('### 14042 x 4') == 1
 
 
-def test_fine_tuning_commands_are_timed_by_stage(small, files):
+def test_fine_tuning_commands_are_timed_by_stage(small, own, tmp_path):
     """Also TRL's, if it is installed."""
+    talks = write_rows(tmp_path / 'talks.jsonl', [
+        {'instruction': f'the fox {i}?', 'output': 'the lazy dog ' * (i % 5 + 1)}
+        for i in range(300)])
     table = first_table('sft', only='ours|TRL', caches=('cold',), tuning=('LoRA',),
-                        data=f'{files}/talks.jsonl', tokenizer=f'{files}/tokenizer',
+                        data=str(talks), tokenizer=f'{own}/model',
                         conversations=280)
     assert table['conversations'] == 280 and table['rows'] == 1
     row, peer = table['results']['ours, LoRA'], table['results']['TRL, LoRA']
@@ -311,8 +301,8 @@ def test_fine_tuning_commands_are_timed_by_stage(small, files):
         assert "No module named 'trl'" in peer['failed'] or "'datasets'" in peer['failed']
 
 
-def test_whole_commands_are_timed_and_get_the_same_questions(tmp_path, small, files):
-    config = bench.commands.BenchConfig(data=f'{files}/mmlu', ours=True, caches=('warm',))
+def test_whole_commands_are_timed_and_get_the_same_questions(tmp_path, small, own):
+    config = bench.commands.BenchConfig(data=f'{own}/mmlu', ours=True, caches=('warm',))
     bench.commands.write_tasks(config, tmp_path)
     assert (tmp_path / 'few.jsonl').read_text().count('\n') == 8
     commands = bench.commands.commands(config, tmp_path)

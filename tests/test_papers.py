@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from common import (HERE, SHARED, add_to_hub, by_transformers, cases_of, log_of, needs_files,
-                    reference_model, results_of, sentencepiece_folder, write_rows)
+                    results_of, write_rows)
 from data.benchmarks import BENCHMARKS
 from data.tokenizer import load_tokenizer
 from research.common import read_csv, read_lines
@@ -38,18 +38,6 @@ def run_paper(hub, script, *arguments, code=0):
 
 def config_of(folder):
     return (folder / 'train_config.py').read_text()
-
-
-# Models and files
-
-@pytest.fixture(scope='module')
-def own(tmp_path_factory):
-    """A folder with a model, conversations, texts and benchmarks as they are published."""
-    folder = tmp_path_factory.mktemp('own')
-    shutil.copytree(FILES, folder, dirs_exist_ok=True)
-    reference_model('llama', sentencepiece_folder(folder / 'model', 'llama2'), vocab_size=450,
-                    max_position_embeddings=2048)
-    return folder
 
 
 def own_arguments(own, out):

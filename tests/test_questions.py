@@ -319,6 +319,10 @@ def test_show_prints_what_is_scored_and_needs_no_weights(tmp_path, capsys, chat)
     assert (text.header, text.context, text.options) == ('', 'Q1?\nAnswer:', [' w', ' x'])
     with pytest.raises(ConfigError, match='chat = tulu: the template needs .*--model'):
         evaluate.main([f'--tasks={mmlu}', '--shots=1', '--show=2', '--chat=tulu'])
+    with pytest.raises(SystemExit):
+        evaluate.main(['--tasks=help'])
+    printed = capsys.readouterr().out
+    assert all(f'\n{name}  {task.hub}\n' in printed for name, task in benchmarks.BENCHMARKS.items())
 
     folder = sentencepiece_folder(tmp_path / 'model', 'llama2')
     transformers.LlamaConfig(vocab_size=400, hidden_size=16, num_attention_heads=2,
