@@ -1,5 +1,6 @@
-"""align.py with rewards: advantages, losses against plain loops, whole runs, rewards."""
+"""align.py with rewards: advantages, losses against plain loops, whole runs, closed forms."""
 
+import itertools
 import shutil
 import sys
 from dataclasses import replace
@@ -9,15 +10,17 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from common import (cases_of, expect_step, head_of_32, log_of, plain_log_probs, program,
+from common import (cases_of, expect_step, head_of_32, log_of, off, plain_log_probs, program,
                     recorded, reference_model, same_weights, sentencepiece_folder, write_rows)
 
 import align
 import train
 from align import AlignConfig
 from alignment import objectives, rollouts
-from alignment.advantages import (CORRECTIONS, RL_METHODS, credit, soft_overlong, whitened)
+from alignment.advantages import (CORRECTIONS, RL_METHODS, credit, soft_overlong, standardized,
+                                  whitened)
 from alignment.objectives import policy_objective
+from alignment.packed_answers import Answers
 from alignment.prompts import load_prompts, to_prompt
 from alignment.rewards import FunctionReward, load_reward
 from data.packing import pack
@@ -42,16 +45,9 @@ def test_advantages_are_those_of_their_definition_and_sum_to_0(name):
     expected = np.apply_along_axis(ADVANTAGES[name], 1, rewards)
     assert np.allclose(advantages, expected, rtol=0, atol=1e-12)
     assert np.allclose(advantages.sum(1), 0, atol=1e-12)
-    # the KL in the reward is that of the whole answer; grpo divides no KL by a deviation
-    counts = np.arange(35) % 4 + 1
-    old, reference = np.random.default_rng(4).normal(size=(2, counts.sum()))
-    packed = SimpleNamespace(counts=counts, where=np.argwhere(rewards))
-    cfg = AlignConfig(method=name, kl='reward')
-    advantage, _ = credit(packed, rewards.ravel(), old, reference, None, cfg, 0.7)
-    costs = [0.7 * x.sum() for x in np.split(old - reference, np.cumsum(counts)[:-1])]
-    without = ADVANTAGES['rloo' if name == 'rloo' else 'dr_grpo']
-    expected -= np.apply_along_axis(without, 1, np.reshape(costs, (5, 7)))
-    assert np.allclose(advantage, np.repeat(expected, counts), rtol=0, atol=1e-12)
+    costs = rewards[::-1]
+    assert np.allclose(standardized(rewards, costs), standardized(rewards)
+                       - (costs - costs.mean(1, keepdims=True)), atol=1e-12)
     for reward in (0.1, 1 / 3, -1e18, 1e-300):      # equal rewards: exactly 0
         assert (RL_METHODS[name].advantage(np.full((3, 7), reward)) == 0).all()
         assert (whitened(np.full(14, reward)) == 0).all()
@@ -209,6 +205,56 @@ def test_the_tokenized_brier_score_is_that_of_a_plain_loop(base, tmp_path):
         objectives.confidence_levels(run.tokenizer, ('0.1', '1.00'))
 
 
+# ---- Expected gradients, by exact enumeration ----------------------------------------------------
+
+ANSWERS = [(0,), *itertools.product((1, 2), range(3))]      # token 0 ends an answer
+
+
+def exact_log_probs(logits):
+    """Those of each answer's tokens; logits [3, 3]: of the first token, after token 1, after 2."""
+    p = logits.log_softmax(-1)
+    return [p[[0, *answer[:-1]], answer] for answer in ANSWERS]
+
+
+def expected_gradient(cfg, policy, reference, rewards):
+    """That of the loss of a step with one prompt, over all groups of two answers."""
+    logits = policy.clone().requires_grad_()
+    now, then = exact_log_probs(logits), exact_log_probs(reference)
+    probability, total = [x.sum().exp().item() for x in now], 0
+    for group in itertools.product(range(len(ANSWERS)), repeat=2):
+        counts = np.array([len(ANSWERS[i]) for i in group])
+        answer = torch.from_numpy(np.repeat(np.arange(2), counts))
+        answers = Answers.__new__(Answers)      # with what policy_loss needs, in float64
+        answers.answer, answers.counts = answer, torch.from_numpy(counts).double()
+        log_p, reference_p = (torch.cat([x[i] for i in group]) for x in (now, then))
+        packed = SimpleNamespace(counts=counts, where=np.array([[0, 0], [0, 1]]))
+        advantage, _ = credit(packed, rewards[[*group]], log_p.detach().numpy(),
+                              reference_p.numpy(), None, cfg, cfg.kl_coef)
+        loss, _, _ = objectives.policy_loss(
+            log_p, {'old': log_p.detach(), 'reference': reference_p,
+                    'advantage': torch.from_numpy(advantage)},
+            answers, torch.arange(len(answer)), cfg)
+        weight = torch.from_numpy(RL_METHODS[cfg.method].weight(counts, counts > 0, cfg))
+        total += np.prod([probability[i] for i in group]) * (loss * weight[answer]).sum()
+    return torch.autograd.grad(total, logits)[0]
+
+
+# share: dr_grpo's mean of two rewards holds the answer itself; divisor: its max_tokens
+@pytest.mark.parametrize('method, share, divisor', [('rloo', 1, 1), ('dr_grpo', 1 / 2, 3)])
+@pytest.mark.parametrize('kl', ['loss', 'reward'])
+def test_the_gradient_is_that_of_the_kl_of_whole_answers_and_the_reward(method, share, divisor, kl):
+    rng = np.random.default_rng(0)
+    policy, reference = (torch.from_numpy(rng.normal(size=(3, 3))) for _ in range(2))
+    rewards = rng.normal(size=len(ANSWERS))
+    logits = policy.clone().requires_grad_()
+    p, q = (torch.stack([x.sum() for x in exact_log_probs(z)]) for z in (logits, reference))
+    objective = (0.7 * (share if kl == 'reward' else 1) * (p.exp() * (p - q)).sum()
+                 - share * (p.exp() * torch.from_numpy(rewards)).sum()) / divisor
+    cfg = AlignConfig(method=method, reward='exact', max_tokens=3, kl=kl, kl_coef=0.7)
+    assert off(expected_gradient(cfg, policy, reference, rewards),
+               torch.autograd.grad(objective, logits)[0]) < 1e-12
+
+
 # ---- The first step ------------------------------------------------------------------------------
 
 @pytest.mark.parametrize('lora', [False, True])
@@ -351,8 +397,7 @@ def test_ppo_is_that_of_plain_loops(base, values, tmp_path):
     {'resample': 2, 'group_size': 2, 'lora': True},
     {'method': 'ppo', 'kl_coef': 0.2, 'kl_target': 6.0, 'kl_horizon': 1000}])
 def test_a_killed_run_resumes_to_the_same_answers_and_weights(base, tmp_path, monkeypatch, values):
-    cfg = config(base, tmp_path, n=6, batch_size=4, val_size=2, val_every=4, epochs=8, save_every=2,
-                 updates=2, kl='reward', **values)
+    cfg = config(base, tmp_path, epochs=8, save_every=2, updates=2, kl='reward', **values)
     align.align(cfg)
     again, rate = replace(cfg, out_dir=str(tmp_path / 'again')), train.learning_rate
 
@@ -366,7 +411,7 @@ def test_a_killed_run_resumes_to_the_same_answers_and_weights(base, tmp_path, mo
     align.align(replace(again, resume=True))
     assert same_weights(tmp_path / 'run', tmp_path / 'again')
     log = log_of(tmp_path / 'run')
-    assert log == log_of(tmp_path / 'again') and {'val_reward', 'val_length'} <= log[-1].keys()
+    assert log == log_of(tmp_path / 'again')
     # no KL in the first step: the coefficient falls by the most that is possible
     assert cfg.kl_target is None or [record['kl_coef'] for record in log[:2]] == pytest.approx(
         [0.2, 0.2 * (1 - 0.2 * 20 / 1000)])
@@ -392,12 +437,25 @@ def test_other_end_tokens_and_an_edited_reward_are_other_data(base, tmp_path):
     assert len({*digests}) == 3
 
 
+@pytest.mark.slow
+def test_a_run_raises_its_reward_and_scores_held_out_prompts(base, tmp_path, capsys):
+    cfg = config(base, tmp_path, n=6, batch_size=4, val_size=2, epochs=12, val_every=6, lr=4e-3,
+                 group_size=16, method='dr_grpo')
+    (tmp_path / 'reward.py').write_text(program('reward of short answers'))
+    align.align(cfg)
+    log = log_of(tmp_path / 'run')
+    assert log[-1]['reward'] > log[0]['reward'] + 0.2
+    assert {'val_reward', 'val_length'} <= log[-1].keys() and log[0]['ratio'] == 1
+    assert 'first answer, with reward' in capsys.readouterr().out
+
+
 # ---- Rewards and prompts -------------------------------------------------------------------------
 
 def reward_of(name, answer, row):
     return load_reward(name, 'cpu', None, 'tulu').score('', answer, row)
 
 
+RATED = '<answer>{}</answer><confidence>{}</confidence>'
 WHY = {'role': 'user', 'content': 'Why?'}
 
 
@@ -407,14 +465,19 @@ def test_a_reward_is_that_of_the_rule_of_the_task(name, answer, target, reward):
     assert reward_of(name, answer, {'prompt': '?', 'answer': target}) == pytest.approx(reward)
 
 
-def test_the_reward_of_a_stated_confidence_is_the_mean_over_the_thresholds_of_abstaining():
-    """Wrong answers that are given cost -t / (1 - t)."""
+def test_rewards_of_a_confidence_are_highest_at_the_accuracy_and_those_of_abstaining_agree():
     row = {'question': '?', 'answer': '#### 3'}
+    for p in (0.2, 0.55, 0.9):
+        for name in ('rlcr', 'log_score', 'abstain_stated'):
+            mean = [p * reward_of(f'{name}:gsm8k', RATED.format(3, q / 100), row)
+                    + (1 - p) * reward_of(f'{name}:gsm8k', RATED.format(4, q / 100), row)
+                    for q in range(1, 100)]
+            assert np.argmax(mean) + 1 == round(100 * p), name
+    # over thresholds: wrong answers that are given cost -t / (1 - t)
     paid = [reward_of('abstain:gsm8k', '#### 4' if 0.8 >= t else "I don't know",
                       row | {'threshold': t}) for t in ((np.arange(10000) + 0.5) / 10000).tolist()]
-    rated = '<answer>4</answer><confidence>0.8</confidence>'
     assert np.mean(paid) == pytest.approx(
-        reward_of('abstain_stated:gsm8k', rated, row), abs=1e-3)
+        reward_of('abstain_stated:gsm8k', RATED.format(4, 0.8), row), abs=1e-3)
 
 
 @pytest.mark.parametrize('row', [

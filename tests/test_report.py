@@ -9,7 +9,7 @@ import pytest
 import metrics
 from compare import scaling
 import stats
-from common import write_rows, write_run
+from common import refused, write_rows, write_run
 from results import columns, evaluation, plots, report, samples, tables
 from runtime import processes
 from runtime.errors import DataError
@@ -67,6 +67,9 @@ def test_a_line_has_a_checksum_of_its_content(tmp_path):
 
 def test_nothing_is_cut_from_samples_where_the_command_is_refused(tmp_path):
     samples.open_folder(tmp_path, {}, {}, pictures=False, overwrite=False)      # owns its files
+    (tmp_path / 'scaling.json').write_text('mine')
+    with refused(tmp_path, 'scaling.json was not written by this program'):
+        samples.open_folder(tmp_path, {}, {}, pictures=False, overwrite=False, fit=True)
     path = write_rows(tmp_path / 'samples.jsonl', [question(0), question(1)])
     whole = path.read_bytes()
     for content in (whole.replace(b'q0', b'q9') + b'{"cut', whole[:-1].replace(b'q0', b'q9')):

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import evaluate
-from common import WORDS, program, results_of, write_rows
+from common import HERE, WORDS, program, results_of, write_rows
 from data.questions import Question
 from data.tasks import OptionTask
 from results import samples
@@ -172,3 +172,15 @@ def test_a_killed_process_is_named_and_loses_no_line(several, tmp_path, script, 
     if script == 'evaluate':
         assert f'{sum("clm" not in line for line in scored)} scored earlier' in printed
         assert outcome(killed) == outcome(whole)
+
+
+def test_an_error_in_one_process_names_it_and_ends_all(several, tmp_path):
+    write_rows(tmp_path / 'q.jsonl', [
+        {'question': 'fox ' * (900 if i == 19 else 150), 'choices': ['a', 'b'], 'answer': 0}
+        for i in range(20)])
+    command = ['evaluate.py', f'--model={several / "model"}', f'--tasks={tmp_path / "q.jsonl"}',
+               '--shots=0', '--device=cpu', f'--out_dir={tmp_path / "out"}', '--max_length=300']
+    errors = torchrun(*command).stderr
+    assert 'rank      : 1' in errors and 'error in process 1 of 2: q: ' in errors
+    assert 'q.jsonl:20: even without shots the prompt has' in errors
+    assert 'Traceback (most recent call last):\n  File "' + str(HERE) not in errors
