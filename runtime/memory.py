@@ -155,7 +155,7 @@ def row_bytes(cfg, config, device):
     D, middle = config.hidden_size, config.intermediate_size
     size = pick_dtype(cfg.dtype, device).itemsize
     q, kv = (n * config.head_dim for n in (config.num_attention_heads, config.num_key_value_heads))
-    # both norms, with norms after them their inputs too, attention, MLP, and the float32 input
+    # two norms, or four, of which the later two keep their inputs; attention; MLP; float32 input
     block = size * ((5 if config.family.norm_order == 'both' else 3) * D + 2 * (q + kv)
                     + bool(config.family.qk_norm) * (q + kv) + 2 * middle) + 4 * D
     if cfg.lora:            # the input of each adapter after its dropout, and the mask of that
