@@ -17,9 +17,9 @@ from runtime.errors import out_of_memory
 from runtime.parallel import gather, world_size
 
 # Each forward pass costs as much as some tokens, whatever its length: the gradients of all weights
-# are added to those of earlier passes (SUM_TOKENS), and a GPU waits for the launches of its
-# kernels, longer in a small model. With Gemma 3 270M on an H100 it is 10,000 tokens, and 4,400 if
-# the launches are recorded; with Qwen 2.5 1.5B on an H200 it is 500.
+# are added to those of earlier passes (SUM_TOKENS), and a GPU waits for the launches of its kernels
+# (LAUNCH_WEIGHTS / weights), at most MOST_TOKENS. With Gemma 3 270M on an H100 it is 10,000 tokens,
+# and 4,400 if the launches are recorded; with Qwen 2.5 1.5B on an H200 it is 500.
 SUM_TOKENS, LAUNCH_WEIGHTS, MOST_TOKENS = 300, 1e12, 8192
 CPU_BYTES = 2 ** 30     # for activations; more rows at once are hardly faster there
 WAIT = 10               # seconds between two tries to get memory that other programs have
