@@ -116,6 +116,6 @@ def test_a_recipe_of_the_docs_works_in_a_copy_of_the_repository(page, heading, r
 @pytest.mark.slow
 def test_the_tests_that_a_contributor_runs_pass_with_every_recipe(root):
     done = run_scripts(1, pytest.__path__[0] + '/__main__.py', '-q', '-n0', '-p',
-                       'no:cacheprovider', '-m', 'not slow',
+                       'no:cacheprovider', '--show-capture=no', '-m', 'not slow',
                        *(f'tests/test_{name}.py' for name in ROOMS), folder=root)
     assert done.returncode == 0, done.stdout[-3000:]

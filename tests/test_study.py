@@ -39,6 +39,7 @@ STUDY = HERE / 'research' / 'study'
 # The settings of all runs
 
 DEFAULTS = json.loads((STUDY / 'defaults.json').read_text())
+ROWS = {384: 36, 96: 11, 64: 4}     # {batch_size: micro_rows, which changes rounding alone}
 
 
 def settings(config):
@@ -51,6 +52,8 @@ def settings(config):
         if key not in recorded:
             assert value == getattr(today, key), key
             continue
+        if key == 'micro_rows' and value is None:
+            value = ROWS[config.batch_size]
         value = json.loads(json.dumps(settings(value) if is_dataclass(value) else value))
         if value != recorded[key]:
             different[key] = value

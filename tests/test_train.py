@@ -402,7 +402,8 @@ def test_recorded_passes_compute_what_the_blocks_do(more, tmp_path, monkeypatch)
     """Bitwise, of one and two passes per step, with one document per row and several."""
     reference_model('gemma3', tmp_path, **head_of_32('gemma3'))
     ends = []
-    for most in (0, 1e9):
+    # the first run tunes the kernels: torch tunes one that two graphs share for each of them
+    for most in (0, 0, 1e9):
         monkeypatch.setattr(graphs, 'MOST_WEIGHTS', most)
         torch.manual_seed(0)
         cfg = tiny_config(dtype='bfloat16', pack_len=128, micro_rows=2, lr=1e-3, **more)
@@ -413,7 +414,7 @@ def test_recorded_passes_compute_what_the_blocks_do(more, tmp_path, monkeypatch)
         for packed in steps:
             train.train_step(model, optimizer, packed, cfg, 'cuda')
         ends.append([*model.parameters(), torch.randn(3, device='cuda')])
-    assert all(map(torch.equal, *ends))
+    assert all(map(torch.equal, *ends[1:]))
     assert len(model.decoder.graphs.recorded) == 2
 
 

@@ -84,7 +84,7 @@ def tuning(experiment, name, seed, root=ROOT, base='base', forms=WORLD.forms,
     source = seed_folder('base', seed, root)
     return TrainConfig(**SHARED | {
         'model': f'{source}/{base}', 'data': f'{root}/{data.format(seed=seed)}',
-        'cache_dir': f'{source}/cache', 'batch_size': 64, 'epochs': 3.0, 'micro_rows': 4,
+        'cache_dir': f'{source}/cache', 'batch_size': 64, 'epochs': 3.0,
         'lr': 8e-4, 'log_every': 50, 'eval': evaluation(f'{source}/world', forms),
         'out_dir': f'{seed_folder(experiment, seed, root)}/{name}', 'seed': seed} | settings)
 
@@ -118,7 +118,7 @@ def base_runs(seed, root=ROOT):
     for name, model in FILE['models'].items():
         yield TrainConfig(**SHARED, **PRETRAINING, **base_model(**model),
                           model=f'{folder}/world/model', data=f'{folder}/world/text.jsonl',
-                          cache_dir=f'{folder}/cache', epochs=1.0, batch_size=384, micro_rows=36,
+                          cache_dir=f'{folder}/cache', epochs=1.0, batch_size=384,
                           log_every=100, eval=evaluation(f'{folder}/world'),
                           out_dir=f'{folder}/{name}', seed=seed)
 
@@ -146,12 +146,12 @@ def vocabulary_runs(seed, root=ROOT):
                       sliding_window=1024, attn_logit_softcapping=50.0,
                       final_logit_softcapping=cap, **rows)
         yield TrainConfig(**shared, **PRETRAINING, shape=shape, lr=lr, epochs=2.0, batch_size=96,
-                          micro_rows=11, model=f'{folder}/world/model-{V}',
+                          model=f'{folder}/world/model-{V}',
                           data=f'{folder}/world/text.jsonl', out_dir=f'{folder}/base-{name}')
     for (name, (D, *_)), smoothing in itertools.product(models.items(), (0.0, 0.1)):
         yield TrainConfig(**shared, model=f'{folder}/base-{name}', smoothing=smoothing,
                           data=f'{folder}/world/instruct.jsonl', epochs=3.0, batch_size=64,
-                          micro_rows=4, lr=SIZES[D][3],
+                          lr=SIZES[D][3],
                           out_dir=f'{folder}/tuned-{name}-smoothing{smoothing}')
 
 
