@@ -325,8 +325,9 @@ def average_runs(answers):
 
 def question_table(task, answers, reports, keys, unit):
     """Return a task's cells and the lines of its CSV."""
-    losses = {x.run.settings.get('loss') for x in answers.values()}
-    settings = ('loss', 'smoothing') if len(losses) > 1 else ('smoothing',)
+    columns = {'loss': None, 'smoothing': None, 'base_smoothing': 0.0}      # {setting: if unknown}
+    settings = [key for key, unknown in columns.items() if key == 'smoothing' or len({
+        x.run.settings.get(key, unknown) for x in answers.values()}) > 1]
     table = []
     lines = []
     groups = []

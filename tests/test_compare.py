@@ -39,7 +39,7 @@ def test_runs_of_one_seed_are_compared_over_questions(tmp_path, capsys, monkeypa
     monkeypatch.undo()
     languages = 'de', 'en', 'sw'
     a, b = (write_run(tmp_path / name, languages=languages, n=90, settings=settings)
-            for name, settings in (('a', {}), ('sharp', {'smoothing': 0.1})))
+            for name, settings in (('a', {}), ('sharp', {'smoothing': 0.1, 'base_smoothing': 0.5})))
     write_rows(b / 'samples.jsonl', [row | {'log_probs': [5 * x for x in row['log_probs']]}
                                      for row in samples.read_samples(a / 'samples.jsonl')])
     rows = compare_csv_of([a, b], tmp_path / 'out', MEASURES, '--n_bootstrap=200')
@@ -50,6 +50,7 @@ def test_runs_of_one_seed_are_compared_over_questions(tmp_path, capsys, monkeypa
     assert [r['language'] for r in rows[::2]] == [*languages, 'pooled']
     first, second = rows[6:]
     assert first['accuracy'] == second['accuracy'] and second['smoothing'] == '0.1'
+    assert [row['base_smoothing'] for row in rows[6:]] == ['', '0.5']
     lines = [line.split() for line in printed.split('\n') if line.startswith('sharp - a')]
     assert len(lines) == 8      # four metrics, over questions and over languages
     accuracy, _, ece, rmsce = (line for line in lines if line[3] == 'questions')
