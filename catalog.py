@@ -133,6 +133,9 @@ def cohen_kappa(first, second) -> float:
     their shares, sum_k P(first = k) P(second = k). It is nan if e is 1.
     """
     first, second = metrics.as_array('first', first), metrics.as_array('second', second)
+    if first.shape != second.shape or not first.size:
+        raise ValueError(f'first and second must be [N] with N >= 1, not of shape {first.shape} '
+                         f'and {second.shape}')
     chance = sum((first == k).mean() * (second == k).mean() for k in np.unique(first))
     return float(((first == second).mean() - chance) / (1 - chance)) if chance < 1 else float('nan')
 

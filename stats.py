@@ -230,7 +230,7 @@ def share_interval(correct, questions=None, level=0.95) -> tuple[float, float]:
     (1 - p) N^2 / sum_q (C_q - p N_q)^2, at most N, for questions with N_q rows, C_q of them true
     (Dean & Pagano 2015). If all rows are equal, N' is the number of questions.
     """
-    correct = metrics.as_array('correct', correct)
+    _, correct = metrics.check_predictions(np.zeros(np.shape(correct)), correct)
     z = NormalDist().inv_cdf(check_level(level)[1])
     index, size = question_index(questions, len(correct))
     p = correct.mean()

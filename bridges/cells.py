@@ -5,6 +5,7 @@ import contextlib
 import functools
 import json
 import re
+from decimal import Decimal
 
 import metrics
 from runtime.other_readers import column_names, to_dict
@@ -31,7 +32,7 @@ def read_table(lines, delimiter):
 
 def _number(x):
     """Return a number, or a text that is one as a whole, as a float; None for anything else."""
-    if type(x) in (int, float):
+    if type(x) in (int, float, Decimal):    # the last is parquet's
         return float(x)
     if not isinstance(x, str):
         return None
@@ -45,6 +46,8 @@ def _number(x):
 
 def to_numbers(what, x):
     """Return a list of numbers, also one that Python or numpy printed, as floats."""
+    if isinstance(x, DecimalComma) and re.search(r'\d,\d+,?\s+[-+\d]', x):      # [0,7 0,3]
+        x = re.sub(r'(\d),(\d)', r'\1.\2', x)
     if isinstance(x, str):      # np.float64(0.7) and [0.7 0.3]
         x = re.sub(r'(?<=[\d.])\s+(?=[-+.\d])', ', ', re.sub(r'np\.\w+\(([^()]*)\)', r'\1', x))
     items = [*x] if isinstance(x := to_list(x), list) else []

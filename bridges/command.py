@@ -28,8 +28,8 @@ from compare.compare import FileConfig, read_sources
 from results.evaluation import write_results
 from bridges.harness_files import harness_task
 from bridges.prediction_files import read_predictions
-from compare.runs import find_prediction_files, predicted_run
-from results.samples import DIAGRAM, OUTPUTS, SCALING, grid
+from compare.runs import SHARED_ID, find_prediction_files, predicted_run, question_of
+from results.samples import DIAGRAM, OUTPUTS, SCALING, first_id, grid
 from results.columns import few_rows_note
 from runtime import cli
 from runtime.config import require_range
@@ -84,11 +84,15 @@ class ReportInput:
     def __init__(self):
         self.probs, self.scores = array('d'), array('d')
         self.labels, self.n_options = array('q'), array('q')
-        self.ids = array('q')
+        self.ids, self.first_ids = array('q'), array('q')       # hashes
+        self.keys, self.questions = array('q'), array('q')
 
     def append(self, sample):
         """Add a sample of `read_predictions`."""
         self.ids.append(hash(sample['id']))
+        self.first_ids.append(hash(first_id(sample['id'])))
+        self.keys.append(hash((sample['id'], sample['language'])))
+        self.questions.append(hash(repr(question_of(sample))))
         if 'log_probs' not in sample:
             self.probs.append(sample.get('confidence', math.nan))
             self.labels.append(sample['correct'])
@@ -99,9 +103,16 @@ class ReportInput:
         self.labels.append(sample['answer'])
         self.n_options.append(len(scores))
 
-    def predictions(self):
-        """Return the Predictions."""
-        questions = stats.question_index(np.array(self.ids), len(self.ids))
+    def predictions(self, task):
+        """Return the Predictions; DataError if questions of `task` that differ have the same id."""
+        keys, order = np.array(self.keys), np.lexsort((self.questions, self.keys))
+        same, other = (np.diff(np.array(x)[order]) == 0 for x in (keys, self.questions))
+        if differ := np.flatnonzero(same & ~other).tolist()[:1]:
+            first, second = sorted(order[differ[0]:differ[0] + 2] + 1)
+            raise DataError(f'{task}: the rows {first} and {second} have one id, for different '
+                            f'questions; only {SHARED_ID}')
+        ids = np.where(np.isin(self.first_ids, self.ids), self.first_ids, self.ids)
+        questions = stats.question_index(ids, len(ids))
         is_graded = not self.n_options and math.isnan(self.probs[0])
         arrays = self.arrays()
         return report.Predictions(np.ones(len(self.ids)) if is_graded else arrays[0], *arrays[1:],
@@ -136,14 +147,14 @@ def print_metrics(argv):
     several = len({source for source, _ in tasks}) > 1
     for (source, task), numbers in tasks.items():
         title = ': '.join(filter(None, (several and source, task)))
-        predicted = numbers.predictions()
+        predicted = numbers.predictions(': '.join(filter(None, (source, task))))
         measured, notes = predicted.report(), []
         if not predicted.is_graded:
             calibrated = significance.consistency_test(*metrics.top_label(*predicted[:2]),
                                                        n_resamples=100)
             notes = ['a calibrated model with these confidences has an ECE of {expected:.4f} on '
                      'average, up to {p95:.4f} in 95 % of samples'.format(**calibrated),
-                     few_rows_note(measured['n'], 'rows')]
+                     few_rows_note(measured, 'rows')]
         print(*filter(None, (title, measured, *notes)), sep='\n')
         if title:
             print()

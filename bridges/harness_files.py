@@ -24,17 +24,17 @@ def harness_task(path) -> tuple[str, str, str]:
     The task of mmlu_anatomy is mmlu if results_<date>.json beside it has that group.
     """
     path = Path(path)
-    match = re.fullmatch(r'samples_(.+)_(\d{4}-\d\d-\d\dT[\d.-]+)\.jsonl', path.name)
+    match = re.fullmatch(r'samples_(.+)_(\d{4}-\d\d-\d\dT[\d.-]+)\.jsonl(?:\.gz)?', path.name)
     if not match:
         return 'samples', '', ''
     subtask, date = match.groups()
     groups = []
     for file in path.parent.glob(f'*_{date}.json'):
         content = parse_json(file.read_bytes(), file)
-        if not isinstance(content, dict):
+        members = isinstance(content, dict) and (content.get('group_subtasks') or {})
+        if not isinstance(members, dict):
             raise DataError(f'{file} is not what lm_eval wrote; remove it, or evaluate again')
-        groups += [group for group in content.get('group_subtasks', ())
-                   if subtask.startswith(f'{group}_')]
+        groups += [group for group in members if subtask.startswith(f'{group}_')]
     return max(groups, key=len, default=subtask), subtask, date
 
 
@@ -55,6 +55,9 @@ def harness_sample(row, norm='token') -> dict:
         if len(pairs) < 2 or type(pairs[0]) is not list:
             raise UnusableTaskError('not multiple choice, so there are no probabilities of options:'
                                     ' the model wrote an answer, or a single text was scored')
+        if wrong := [pair for pair in pairs if len(pair) != 2]:
+            raise ValueError(f'filtered_resps holds {wrong[0]!r:.40}; wanted the log-probability '
+                             f'of each option, and whether it is the largest')
         if len(options) != len(pairs):
             raise ValueError(f'{len(pairs)} results of {len(options)} calls')
         texts = [option[option[:1].isspace():] for option in options]

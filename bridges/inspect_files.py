@@ -27,27 +27,34 @@ def log_rows(path, chosen=()):
     DataError if no score is right or wrong.
     """
     parts = _parts(path)
-    name = next(parts)['eval']['task']
     tasks, unusable = {}, {}
     unscored, n_partly = [], 0
-    for sample in parts:
-        place = f'{path}: sample {sample["id"]}, epoch {sample["epoch"]}'
-        if not sample.get('scores'):
-            unscored.append(f'{place}: {(sample.get("error") or {}).get("message", "no score")}')
-        for scorer, score in (sample.get('scores') or {}).items():
-            value = score['value']
-            for key, x in (value if isinstance(value, dict) else {'': value}).items():
-                task = '.'.join(filter(None, (name, scorer, key)))
-                grade = GRADES[x] if isinstance(x, str) and x in GRADES else to_truth(x)
-                if x is None or x != x:     # NaN: a judge without a verdict
-                    unscored.append(f'{place}: {task}: {score.get("explanation")}')
-                    continue
-                if grade is None:
-                    unusable.setdefault(task, f'{place}: {task} is {x!r:.40}; wanted C, I, N, P, '
-                                              f'1, 0, true or false')
-                n_partly += x == 'P'
-                row = _row(sample, score, METADATA | {*chosen}) | {'task': task, 'correct': grade}
-                tasks.setdefault(task, []).append((sample['epoch'], place, row))
+    place = path
+    try:
+        name = next(parts)['eval']['task']
+        for number, sample in enumerate(parts, 1):
+            place = f'{path}: sample {number}'
+            place = f'{path}: sample {sample["id"]}, epoch {sample["epoch"]}'
+            if not sample.get('scores'):
+                error = sample.get('error') or {}
+                unscored.append(f'{place}: {error.get("message", "no score")}')
+            for scorer, score in (sample.get('scores') or {}).items():
+                value = score['value']
+                for key, x in (value if isinstance(value, dict) else {'': value}).items():
+                    task = '.'.join(filter(None, (name, scorer, key)))
+                    grade = GRADES[x] if isinstance(x, str) and x in GRADES else to_truth(x)
+                    if x is None or x != x:     # NaN: a judge without a verdict
+                        unscored.append(f'{place}: {task}: {score.get("explanation")}')
+                        continue
+                    if grade is None:
+                        unusable.setdefault(task, f'{place}: {task} is {x!r:.40}; wanted C, I, N, '
+                                                  f'P, 1, 0, true or false')
+                    n_partly += x == 'P'
+                    row = _row(sample, score, METADATA | {*chosen})
+                    row |= {'task': task, 'correct': grade}
+                    tasks.setdefault(task, []).append((sample['epoch'], place, row))
+    except (LookupError, TypeError, AttributeError) as error:
+        raise DataError(f'{place}: not as Inspect writes it: {error!r:.80}') from error
     tasks = {task: rows for task, rows in tasks.items() if task not in unusable}
     if not tasks:
         raise DataError([*unusable.values(), f'{path}: no sample has a score; `inspect score` adds '

@@ -133,7 +133,8 @@ def chosen_columns(settings):
     chosen = [(what, name) for what, _, name in (setting.partition('=') for setting in settings)]
     counts = Counter(what for what, _ in chosen if what != 'confidence')
     for what, name in chosen:
-        if what not in NAMES.values() or not name or counts[what] > 1:
+        if what not in NAMES.values() or not name or counts[what] > 1 or (
+                chosen.count((what, name)) > 1):
             raise ConfigError(f'columns: {what}={name}; wanted NAME once for some of '
                               f'{", ".join(dict.fromkeys(NAMES.values()))}')
     return chosen
@@ -143,7 +144,9 @@ def find_columns(keys, chosen):
     """Return [('', {what: its column, or a list of them})]; of chosen confidences (name, ...)."""
     names = {name: what for name, what in NAMES.items() if what not in dict(chosen)}
     names |= {name.casefold(): what for what, name in chosen if what != 'confidence'}
-    confidences = [name for what, name in chosen if what == 'confidence']
+    in_capitals = {key.casefold(): key for key in keys}
+    confidences = [name if name in keys else in_capitals.get(name.casefold(), name)
+                   for what, name in chosen if what == 'confidence']
     found = {}      # {what: [(number of a column of a list, or None, its name)]}
     for key in keys:
         k = None
@@ -159,7 +162,8 @@ def find_columns(keys, chosen):
         found['graded'] = found['correct']
     if confidences or not found.keys() & {'probs', 'log_probs', 'answers'}:
         found.pop('answer', None)       # `correct` says all; an answer and its label may be there
-    for name in [*confidences, *(name for what, name in chosen if what not in found)]:
+    for name in [*confidences, *(
+            name for what, name in chosen if what not in {*found, 'confidence'})]:
         if name not in keys:
             raise ValueError(f'there is no column {name!r}, but {_listed(keys)}')
     if not confidences and not found.keys() & {*KINDS, 'graded'}:

@@ -120,6 +120,10 @@ def compare_questions(runs, keys, cfg, out_dir):
         raise DataError('these runs have no task in common: ' + '; '.join(
             f'{name}: {", ".join(by_task)}' for name, by_task in by_run.items()))
     names = ['compare.md', 'compare.tex', 'compare.csv', 'compare.html']
+    for file in [run.folder for run in runs.values() if run.folder.name in names]:
+        if file.parent.samefile(out_dir):
+            raise ConfigError(f'{file} is compared, and would be replaced by the comparison; '
+                              f'choose another --out_dir')
     claim(out_dir, *names, *(picture(task, kind) for task in tasks
                              for kind in ('reliability', 'curves')))
     sections, lines, answers = zip(*(
@@ -127,7 +131,8 @@ def compare_questions(runs, keys, cfg, out_dir):
         for task in tasks), strict=True)
     write_text(out_dir / 'compare.tex', '\n'.join(x.as_latex() for x in sections))
     # in LaTeX the best is bold
-    sections = [x._replace(notes=['(* the best)', *x.notes]) for x in sections]
+    sections = [x._replace(notes=['(* the best)', *x.notes]) if any(
+        cell.endswith(' *') for row in x.table for cell in row) else x for x in sections]
     write_text(out_dir / 'compare.md', '\n'.join(x.as_markdown() for x in sections))
     write_text(out_dir / 'compare.csv', csv_text([*itertools.chain(*lines)]))
 
@@ -222,10 +227,10 @@ def compare_task(task, runs, samples, keys, cfg):
     unit = next(iter(answers.values())).result['unit']
     remarks += [*left_out, shared_note(whole[0], unit)]
     if {'rmsce', 'mad'} & {*keys}:
-        remarks.append(few_rows_note(min(report['n'] for report in whole), unit))
+        remarks.append(few_rows_note(min(whole, key=lambda report: report['n']), unit))
     if any(row[1].endswith('languages') for row in differences):
         remarks.append(T_NOTE)
-    remarks += [*reasons, equal_accuracy(answers)]
+    remarks += [*reasons, equal_accuracy([answers[name] for name in runs])]
     table, lines = question_table(task, answers, reports, keys, unit)
     more = [('', cells) for cells in (differences, changes) if len(cells) > 1]
     return Section(title, table, [*filter(None, remarks)], more), lines, answers
@@ -291,8 +296,11 @@ def question_keys(samples):
         for key, answer in zip(keys[run], right[run], strict=True):
             other, expected = answers.setdefault(key, (run, answer))
             if answer != expected and not by_text:
-                refuse(f'{"id" if by_id else "row"} {key[1]} has the answer {expected[0]!r:.40} in '
-                       f'{other}, {answer[0]!r:.40} in {run}')
+                label, x, y = next(part for part in zip(labels, expected, answer, strict=True)
+                                   if part[1] != part[2])
+                refuse(f'{"id" if by_id else "row"} {key[1]} has ' + (
+                    f'{x} options in {other}, {y} in {run}' if label == 'options' else
+                    f'the {label} {x!r:.40} in {other}, {y!r:.40} in {run}'))
     return {run: [*zip(keys[run], right[run], strict=True)] for run in samples}
 
 
@@ -391,7 +399,7 @@ def changed_answers(*predicted):
 
 def equal_accuracy(answers):
     """Return a line with the test of equal accuracy of three runs or more; '' for others."""
-    predicted = shared_predictions(*answers.values()) if len(answers) > 2 else ()
+    predicted = shared_predictions(*answers) if len(answers) > 2 else ()
     if not predicted or not len(predicted[0].labels):
         return ''
     index, n = predicted[0].questions

@@ -41,7 +41,8 @@ def find_runs(sources, prediction_files=()):
             if is_run(path.parent) and path.parent.name != 'before']
         if not below and not any(source.absolute() in (file, *file.parents)
                                  for file in prediction_files):
-            raise DataError(f'compare: {source} holds no run, neither results.json beside '
+            raise DataError(f'compare: there is no {source}' if not source.exists() else
+                            f'compare: {source} holds no run, neither results.json beside '
                             f'samples.jsonl nor what lm_eval --log_samples wrote; evaluate first, '
                             f'or name a file of predictions')
         folders += [folder.resolve() for folder in below]
@@ -96,7 +97,8 @@ def find_prediction_files(sources):
     runs = {}
     for source in sources:
         paths = [source] if source.is_file() or source.suffix and not source.exists() else sorted(
-            source.rglob('samples_*_????-??-??T*.jsonl'))
+            path for ending in ('', '.gz')
+            for path in source.rglob(f'samples_*_????-??-??T*.jsonl{ending}'))
         for path in map(Path.absolute, paths):
             _, subtask, date = harness_task(path)
             files = runs.setdefault(path.parent if date else path, {})
@@ -107,15 +109,22 @@ def find_prediction_files(sources):
     return runs
 
 
+SHARED_ID = 'several answers to one question may share an id'
+
+
+def question_of(sample):
+    """Return what samples of a file with the same id and language have in common."""
+    return [sample.get(key) for key in ('question', 'subject', 'options', 'answer', 'expected')]
+
+
 def _add(samples, sample, path):
     """Add a sample to {sample_order: sample}; the second answer to question x is named x#2."""
     id = sample['id']
     k = 1
-    what = ('question', 'subject', 'options', 'answer', 'expected')
     while first := samples.get(sample_order(sample)):
-        if any(first.get(key) != sample.get(key) for key in what):
+        if question_of(first) != question_of(sample):
             raise DataError(f'{path}: the id {id} is there twice, for different questions; only '
-                            f'several answers to one question may share an id')
+                            f'{SHARED_ID}')
         k += 1
         sample['id'] = f'{id}#{k}'
     samples[sample_order(sample)] = sample
@@ -131,8 +140,7 @@ def predicted_run(folder, files, cfg):
             print(f'{path.name} is left out: {error.__cause__}')
             continue
         for sample, distribution in rows:
-            # the task names pictures
-            task = sample['task'] = sample['task'].replace('/', '-') or 'predictions'
+            task = sample['task'] = sample['task'] or 'predictions'
             _add(tasks.setdefault(task, {}), sample, path)
             results[task] = {'distribution': distribution, 'norm': 'token', 'unit': 'questions'}
     if not tasks:

@@ -89,8 +89,12 @@ def corrected_rate(judged, labeled_judged, labels, level=0.95) -> tuple[float, f
     All are nan if q0 + q1 <= 1, or without labeled rows of both kinds: such a judge says nothing.
     """
     z = NormalDist().inv_cdf(stats.check_level(level)[1])
-    judged, verdicts, labels = (metrics.as_array(name, x).astype(bool) for name, x in (
+    judged, verdicts, labels = (metrics.as_array(name, x) for name, x in (
         ('judged', judged), ('labeled_judged', labeled_judged), ('labels', labels)))
+    for x in judged, verdicts, labels:
+        if x.dtype.kind not in 'biuf' or not np.isin(x, (0, 1)).all():
+            raise ValueError(f'verdicts and labels must be bool, or 0 and 1, not {x!r:.60}')
+    judged, verdicts, labels = (x.astype(bool) for x in (judged, verdicts, labels))
     if verdicts.shape != labels.shape:
         raise ValueError(f'labeled_judged and labels must be of the same rows, not of shape '
                          f'{verdicts.shape} and {labels.shape}')
@@ -118,6 +122,8 @@ def holm(p_values) -> np.ndarray:
     Of those below 0.05, the probability of any false rejection is at most 5 %.
     """
     p = np.asarray(p_values, np.float64)
+    if p.ndim != 1:
+        raise ValueError(f'p_values must be [M], not of shape {p.shape}')
     metrics.refuse(~((p >= 0) & (p <= 1)), lambda i: f'p is {p[i]}, not from 0 to 1')
     order = np.argsort(p, kind='stable')
     corrected = np.empty(len(p))

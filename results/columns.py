@@ -34,18 +34,28 @@ class Heading(str):
         return heading
 
 
+def interval_ends(report, key):
+    """Return the ends of a metric's interval, of the accuracy Wilson's; () if there is none."""
+    if key == 'accuracy' and 'accuracy_low' in report:
+        return report['accuracy_low'], report['accuracy_high']
+    return report.get('intervals', {}).get(key, ())
+
+
 def measure_cell(report, key, interval=False):
     """Return the value of a metric, '0.102' or '0.102 [0.091, 0.113]'; '' if it is missing."""
     if key not in report:
         return ''
-    ends = report.get('intervals', {}).get(key) if interval else None
+    ends = interval_ends(report, key) if interval else ()
     return format(report[key], measure_of(key).format) + (
         ' [{:.3f}, {:.3f}]'.format(*ends) if ends else '')
 
 
-def few_rows_note(n, unit='questions') -> str:
-    """Return why rmsce and mad of n rows can be far below ece; '' for 1,000 rows or more."""
+def few_rows_note(report, unit='questions') -> str:
+    """Return why rmsce and mad can be far below ece; '' for 1,000 rows or more."""
+    n = report['n']
     n_bins = max(1, n // 100)
+    if unit == 'questions' and 'questions' in report:
+        unit = 'answers'
     return '' if n >= 1000 else (
         f'RMSCE and MAD have bins of 100 {unit}, so {n_bins} bin{"s" * (n_bins > 1)} here; with '
         f'few bins they can be far below ECE, which has 10')

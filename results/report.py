@@ -15,8 +15,8 @@ from results import samples as sample_files
 from results.plots import draw_reliability, warn_on_failure
 from results.samples import (by_order, of_split, option_scores, picture, question_numbers,
                              read_splits, sample_order, samples_digest)
-from results.columns import (PRINTED, Heading, count_cell, few_rows_note, measure_cell, measure_of,
-                             shared_note)
+from results.columns import (PRINTED, Heading, count_cell, few_rows_note, interval_ends,
+                             measure_cell, measure_of, shared_note)
 from results.tables import Section, aligned, csv_text, mark_best
 from runtime import rooms
 from runtime.digests import module_file, syntax_digest
@@ -321,7 +321,7 @@ def notes(result):
         lines.append(f'{verdict} ({chance:.3f}); many base and small models cannot answer by a '
                      f'letter: try {shots}--scoring=text, or --prompt_format=harness, where the '
                      f'task has it')
-    lines += shared_note(pooled, result['unit']), few_rows_note(pooled['n'], result['unit'])
+    lines += shared_note(pooled, result['unit']), few_rows_note(pooled, result['unit'])
     if fitted := result.get('post_hoc'):
         values = [f'temperature {t:.3f}' + ' (equal probabilities are as good)' * (t > 999)
                   for t in fitted.get('temperature', ())]
@@ -388,9 +388,8 @@ def cells(rows, table='results', first='group', count='questions', intervals=Fal
     for key in [key for key, measure in PRINTED.items() if table in measure.tables]:
         columns.append([Heading(key), *(measure_cell(x, key, intervals) for x in reports)])
         if key == 'accuracy' and not intervals:
-            ends = [(x['accuracy_low'], x['accuracy_high']) if 'accuracy_low' in x else
-                    x.get('intervals', {}).get('accuracy', ()) for x in reports]
-            columns.append(['95 % interval', *('-'.join(f'{end:.3f}' for end in x) for x in ends)])
+            columns.append(['95 % interval', *(
+                '-'.join(f'{end:.3f}' for end in interval_ends(x, key)) for x in reports)])
     return [*zip(*(column for column in columns if any(column[1:])), strict=True)]
 
 
@@ -412,7 +411,7 @@ def print_report(runs, out_dir, pictures=True):
         print(aligned(cells([(name, x['pooled']) for name, x in rows.items()], 'runs', 'run',
                             first['unit'])))
         for note in (shared_note(first['pooled'], first['unit']),
-                     few_rows_note(first['pooled']['n'], first['unit'])):
+                     few_rows_note(first['pooled'], first['unit'])):
             print(end=f'{note}\n' * bool(note))
         predicted = {name: predictions(runs[name][1][task], x['norm']) for name, x in rows.items()}
         orders = {name: [*map(sample_order, runs[name][1][task])] for name in rows}

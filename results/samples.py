@@ -34,9 +34,12 @@ OTHER_FOLDER = 'choose another --out_dir, or --overwrite what was evaluated ther
 
 
 def picture(task, kind='reliability', ending=''):
-    """Return the name of a picture of a task, <kind>-<task>.png; a long task is cut."""
-    name = re.sub(r'[/\\\x00-\x1f]', '_', task)
-    if len(name.encode()) > 150:
+    """Return the name of a picture of a task, <kind>-<task>.png.
+
+    A long task is cut, and what no name of a file has is replaced; then a hash tells tasks apart.
+    """
+    name = re.sub(r'[/\\\x00-\x1f\ud800-\udfff]', '_', task)
+    if name != task or len(name.encode()) > 150:
         name = f'{name.encode()[:130].decode(errors="ignore")}-{json_digest(task, size=6)}'
     return f'{kind}-{name}{ending}.png'
 
@@ -357,6 +360,11 @@ def sample_key(sample):
     return (*sample_order(sample)[:3], sample.get('text', sample['id']))
 
 
+def first_id(id):
+    """Return x of 'x#2', which is another answer to the question x if that is there."""
+    return re.sub(r'(#\d+)+$', '', id)
+
+
 def question_numbers(samples):
     """Return (the number of each sample's question, int [N]; how many), or None if all differ.
 
@@ -367,7 +375,7 @@ def question_numbers(samples):
     ids = [s.get('text', s['id']) for s in samples]
     known, numbers = {*ids}, {}
     for i, id in enumerate(ids):
-        first = re.sub(r'(#\d+)+$', '', id)
+        first = first_id(id)
         ids[i] = numbers.setdefault(first if first in known else id, len(numbers))
     return (np.array(ids), len(numbers)) if len(numbers) < len(ids) else None
 

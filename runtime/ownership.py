@@ -48,7 +48,8 @@ def open_lock(folder, wait=False):
         raise ConfigError(f'{folder}: another process is writing there; choose another folder '
                           f'or wait until it has ended') from None
     except (OSError, ValueError) as error:      # ValueError: a NUL in the name
-        raise ConfigError(f'{folder} cannot be written ({error}); choose another folder with '
+        why = 'it is no folder' if path.parent.is_file() else error
+        raise ConfigError(f'{folder} cannot be written ({why}); choose another folder with '
                           f'--out_dir, or --out of generate.py') from error
     return file
 
@@ -216,7 +217,7 @@ def temporary(path, folder=False):
 def write_text(path, text):
     """Write a file under a temporary name and rename it."""
     with temporary(path) as part:
-        part.write_text(text, encoding='utf-8')
+        part.write_text(text, encoding='utf-8', errors='backslashreplace')
 
 
 def _remove_leftovers(folder):

@@ -105,6 +105,7 @@ def test_latex_of_a_comparison_marks_the_best(tmp_path, monkeypatch, capsys):
     for text in (capsys.readouterr().out, *((out / f'compare.{x}').read_text()
                                             for x in ('md', 'tex'))):
         assert text.count('sample of 40 of 500 questions') == 1
+        assert "Cochran's Q" not in text        # of two runs
 
 
 def test_answers_that_change_are_counted_and_tested(tmp_path, capsys):
@@ -282,6 +283,9 @@ STATED = [{'confidence': max(row['probs']), 'correct': i % 3 > 0} for i, row in 
     (ROWS, ROWS[:5], 'without ids, a.jsonl has 6 rows, b.jsonl has 5 rows'),
     (ROWS, [*ROWS[:5], ROWS[5] | {'answer': 0}], 'row 6 has the answer 1 in a.jsonl, 0 in b'),
     (NUMBERED, [row | {'id': row['id'] + 1} for row in NUMBERED], 'id 2 has the answer 1 in a'),
+    ([{'id': i, 'probs': [0.7, 0.3], 'answer': 0} for i in range(6)],
+     [{'id': i, 'probs': [0.6, 0.2, 0.2], 'answer': 0} for i in range(6)],
+     'id 0 has 2 options in a.jsonl, 3 in b.jsonl'),
     (STATED, STATED, 'they have neither ids nor questions, and no answers to check their order by'),
     (ASKED, [*ASKED, ASKED[0]], 'b.jsonl has no ids, and a question twice'),
     # several answers to a question, which counts once
@@ -318,3 +322,8 @@ def test_other_questions_and_right_answers_are_left_out(tmp_path, capsys, second
     run_compare(*files, '--n_bootstrap=5', '--ensemble', f'--out_dir={tmp_path / "out"}')
     printed = capsys.readouterr().out
     assert all(message in printed for message in messages)
+    # its own table is no input that it may replace
+    table = tmp_path / 'out' / 'compare.csv'
+    table.write_text('id,confidence,correct\n1,0.5,1\n')
+    with pytest.raises(ConfigError, match='compare.csv is compared, and would be replaced by'):
+        run_compare(table, files[0], f'--out_dir={tmp_path / "out"}')

@@ -141,6 +141,11 @@ def test_a_log_that_holds_no_score_is_refused_with_its_name(tmp_path):
         write_log(path, [sample(1)])).stderr
     assert f'{path}: sample 1, epoch 1: arc.match is 0.3; wanted C, I, N, P' in run_metrics(
         write_log(path, [graded(1, 0.3)])).stderr
+    for key in ('target', 'id', 'scores'):
+        rows = [graded(1, 1), {x: y for x, y in graded(2, 1).items() if x != key}]
+        rows[1] |= {'scores': [1]} if key == 'scores' else {}
+        done = run_metrics(write_log(path.with_suffix('.json'), rows))
+        assert 'a.json: sample 2' in done.stderr and 'not as Inspect writes it: ' in done.stderr
     path.write_text('no zip')
     assert f'cannot read {path} as a log of Inspect: File is not a zip' in run_metrics(path).stderr
     assert 'No such file' in run_metrics(tmp_path / 'b.eval').stderr

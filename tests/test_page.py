@@ -128,6 +128,7 @@ def test_a_confidence_in_written_answers_shows_the_answers_of_its_task():
 
 def test_text_of_a_question_is_never_markup_and_the_page_needs_no_other_file(tmp_path):
     plain = write(tmp_path, rows_of(mmlu=questions(4)))
+    assert r'half \ud83d' in write(tmp_path, rows_of(mmlu=questions(4, context='half \ud83d')))
     rows = rows_of(mmlu=questions(4, context=HOSTILE, subject=HOSTILE, options=[HOSTILE] * 3))
     parsed = Parsed(write(tmp_path, rows))
     assert parsed.tags == Parsed(plain).tags and not {'link', 'iframe'} & {*parsed.tags}

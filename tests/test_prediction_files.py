@@ -183,10 +183,6 @@ def test_texts_of_a_table_stay_texts(tmp_path, text):
 def test_columns_of_any_case_are_found_or_named_by_the_user(tmp_path, header, row, settings):
     table = tmp_path / 'table.csv'
     table.write_text(f'{header}\n{row}\n')
-    if settings.startswith('confidence=sure'):      # it is the name of a task, too
-        assert "there is no column 'sure', but Sure, Right" in run_metrics(
-            table, f'--columns={settings}').stderr
-        return
     measured = values(run_metrics(table, *[f'--columns={settings}'] * bool(settings)))
     assert (measured['accuracy'], measured['confidence']) == ('1.0000', '0.8000')
 
@@ -209,7 +205,8 @@ def test_help_is_no_error_and_a_missing_library_is_named(tmp_path, monkeypatch, 
 
 
 def test_settings_of_columns_that_mean_nothing_are_named(tmp_path):
-    for setting in ('anwser=gold', 'answer', 'answer=', 'answer=a,answer=b'):
+    for setting in ('anwser=gold', 'answer', 'answer=', 'answer=a,answer=b',
+                    'confidence=a,confidence=a'):
         message = run_metrics(tmp_path / 'a.csv', f'--columns={setting}').stderr
         assert message.startswith('error: columns: ') and 'wanted NAME once for some of' in message
 

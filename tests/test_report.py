@@ -89,6 +89,7 @@ def test_names_of_pictures_fit_a_folder():
         assert len(name.encode()) < 200 and '/' not in name
     assert name == 'reliability-mmlu-languages.png'
     assert samples.picture('x' * 300) != samples.picture('x' * 301)
+    assert len({*map(samples.picture, ('a/b', 'a_b', 'a\\b', 'a\ud83db'))}) == 4
 
 
 def test_metrics_are_computed_again_if_their_code_changed(capsys):
@@ -145,6 +146,9 @@ def test_a_question_in_several_languages_is_one_question(monkeypatch):
     p = report.predictions(sorted(rows, key=samples.sample_order), 'token')
     assert [pooled['accuracy_low'], pooled['accuracy_high']] == pytest.approx(stats.share_interval(
         p.probs.argmax(1) == p.labels, p.questions[0]))
+    # the same interval in report.html and LaTeX
+    assert '{accuracy:.3f} [{accuracy_low:.3f}, {accuracy_high:.3f}]'.format(**pooled) in (
+        report.cells([('pooled', pooled)], intervals=True)[1])
     assert [len(x) for x in halves[:2]] == [30, 30] and not halves[0] & halves[1]
     assert 'post_hoc' not in report.summarize(rows[:1], 'sum', n_bootstrap=0, fit=True)
     # what is drawn of one language is drawn of the other
