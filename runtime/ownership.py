@@ -48,8 +48,7 @@ def open_lock(folder, wait=False):
         raise ConfigError(f'{folder}: another process is writing there; choose another folder '
                           f'or wait until it has ended') from None
     except (OSError, ValueError) as error:      # ValueError: a NUL in the name
-        why = 'it is no folder' if path.parent.is_file() else error
-        raise ConfigError(f'{folder} cannot be written ({why}); choose another folder with '
+        raise ConfigError(f'{folder} cannot be written ({error}); choose another folder with '
                           f'--out_dir, or --out of generate.py') from error
     return file
 
