@@ -118,9 +118,9 @@ def pick_template(name, folder, tokenizer, otherwise=None):
         return 'model'
     if otherwise:
         return otherwise
-    raise ConfigError(f'{folder} brings no chat template and was not trained here on '
-                      f'conversations; name the template, for example --chat=tulu, or use plain '
-                      f'text: --chat=none in evaluate.py, --raw in sample.py and generate.py')
+    raise ConfigError(f'{folder} was not trained here on conversations; name a template, --chat='
+                      f'{"model for its own" if tokenizer.chat_templates else "tulu"}, or use '
+                      f'plain text: --chat=none in evaluate.py, --raw in the other scripts')
 
 
 def pick_chat(name, folder, tokenizer):

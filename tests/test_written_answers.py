@@ -50,6 +50,7 @@ def test_popqa_is_read_from_its_tsv_and_a_malformed_row_is_a_bad_row(tmp_path):
     for task, row, message in (
             ('popqa', {'possible_answers': '[]'}, 'possible_answers must be a JSON list'),
             ('popqa', {'possible_answers': '["a", 1]'}, 'a reference answer is not text but int'),
+            ('popqa', {'possible_answers': '[""]'}, 'wanted a question and one reference answer'),
             ('popqa', {'prop': None}, 'the subject is missing'),
             ('qa', {'answer': 'Bob'}, '"answer" is not among "answers"')):
         write_rows(path, [good | row, good])

@@ -264,7 +264,7 @@ def _distinct(rows):
 def _to_question(task, header, instruction, row, place, number):
     question, references, solution, subject, category = task.row(require_fields(row))
     question = require_text(question, 'the question').strip()
-    if not question or not references or not isinstance(references, list):
+    if not question or not isinstance(references, list) or not any(references):
         raise DataError('wanted a question and one reference answer or more')
     id = str(next((row[key] for key in ('id', 'question_id', 'unique_id', 'task_id')
                    if row.get(key) is not None), number))
