@@ -247,6 +247,12 @@ def test_a_metric_that_is_undefined_in_a_resample():
     (lambda: significance.student_t([1]), 'N >= 2'),
     (lambda: stats.paired_bootstrap(metrics.ece, [0.5, 0.6], [0.5], [1, 1]), 'the same rows'),
     (lambda: significance.corrected_rate([1], [1, 0], [1]), 'must be of the same rows'),
+    (lambda: significance.corrected_rate([0.1], [1, 0], [1, 0]), 'verdicts and labels must be bool'),
+    (lambda: significance.corrected_rate([1], ['C', 'I'], [1, 0]), 'labels must be bool, or 0 and 1'),
+    (lambda: significance.holm(0.5), r'p_values must be \[M\], not of shape'),
+    (lambda: stats.share_interval([0.5, 2]), 'correct is 0.5, not 0 or 1'),
+    (lambda: stats.share_interval([]), r'must be \[N\] with N >= 1'),
+    (lambda: metrics.cohen_kappa([0, 1], [0]), r'must be \[N\] with N >= 1, not of shape'),
     (lambda: stats.bootstrap([0.5], [1], n_resamples=0), 'n_resamples must be a whole number')])
 def test_bad_rows_and_settings_are_refused(call, message):
     with pytest.raises(ValueError, match=message):
