@@ -84,6 +84,18 @@ def test_a_report_per_task_of_rows_of_any_form(tmp_path):
     assert f'error: cannot read {packed}: Compressed file ended' in run_metrics(packed).stderr
 
 
+def test_several_answers_to_a_question_count_as_one(tmp_path):
+    """They share an id, or have x and x#2, which is another question where there is no x."""
+    answers = [(f'{i}', end, i % 3 > 0) for i in range(30) for end in ('', '#2', '#3')]
+    same, named, apart = ([{'id': name(id, end), 'confidence': 0.7, 'correct': correct}
+                           for id, end, correct in answers] for name in (
+        lambda id, end: id, lambda id, end: id + end, lambda id, end: f'{id}{end or "#1"}'))
+    path = tmp_path / 'a.jsonl'
+    printed = [run_metrics(write_rows(path, rows)) for rows in (same, named, apart)]
+    assert printed[0].stdout == printed[1].stdout and values(printed[0])['questions'] == '30'
+    assert 'questions' not in values(printed[2])
+
+
 def test_tables_of_any_form_give_the_report_of_the_json_lines(tmp_path):
     """One with semicolons has decimal commas; one has the line breaks of an old Mac."""
     rows = [{'id': i, 'probs': p, 'answer': i % 2, 'question': 'a; ' * 12 + '"b",\nc'}
