@@ -105,10 +105,11 @@ class ReportInput:
 
     def predictions(self, task):
         """Return the Predictions; DataError if questions of `task` that differ have the same id."""
-        keys, order = np.array(self.keys), np.lexsort((self.questions, self.keys))
-        same, other = (np.diff(np.array(x)[order]) == 0 for x in (keys, self.questions))
-        if differ := np.flatnonzero(same & ~other).tolist()[:1]:
-            first, second = sorted(order[differ[0]:differ[0] + 2] + 1)
+        order = np.lexsort((self.questions, self.keys))     # rows with one id side by side
+        same_id, same_question = (np.diff(np.array(x)[order]) == 0
+                                  for x in (self.keys, self.questions))
+        for i in np.flatnonzero(same_id & ~same_question)[:1]:
+            first, second = sorted(order[i:i + 2] + 1)
             raise DataError(f'{task}: the rows {first} and {second} have one id, for different '
                             f'questions; only {SHARED_ID}')
         ids = np.where(np.isin(self.first_ids, self.ids), self.first_ids, self.ids)

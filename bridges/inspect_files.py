@@ -33,7 +33,7 @@ def log_rows(path, chosen=()):
     try:
         name = next(parts)['eval']['task']
         for number, sample in enumerate(parts, 1):
-            place = f'{path}: sample {number}'
+            place = f'{path}: sample {number}'      # until its id is read
             place = f'{path}: sample {sample["id"]}, epoch {sample["epoch"]}'
             if not sample.get('scores'):
                 error = sample.get('error') or {}

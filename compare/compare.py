@@ -333,9 +333,10 @@ def average_runs(answers):
 
 def question_table(task, answers, reports, keys, unit):
     """Return a task's cells and the lines of its CSV."""
-    columns = {'loss': None, 'smoothing': None, 'base_smoothing': 0.0}      # {setting: if unknown}
-    settings = [key for key, unknown in columns.items() if key == 'smoothing' or len({
-        x.run.settings.get(key, unknown) for x in answers.values()}) > 1]
+    # {setting with a column: what a run without it has}; those but smoothing only if runs differ
+    columns = {'loss': None, 'smoothing': None, 'base_smoothing': '0.0'}
+    settings = [key for key, otherwise in columns.items() if key == 'smoothing' or len({
+        x.run.settings.get(key, otherwise) for x in answers.values()}) > 1]
     table = []
     lines = []
     groups = []
