@@ -94,6 +94,8 @@ def test_several_answers_to_a_question_count_as_one(tmp_path):
     printed = [run_metrics(write_rows(path, rows)) for rows in (same, named, apart)]
     assert printed[0].stdout == printed[1].stdout and values(printed[0])['questions'] == '30'
     assert 'questions' not in values(printed[2])
+    write_rows(path, [{'task': task, 'correct': 1} for task in ('a/b', 'a-b')])
+    assert [*runs.predicted_run(path, {'': path}, FileConfig()).results] == ['a/b', 'a-b']
 
 
 def test_tables_of_any_form_give_the_report_of_the_json_lines(tmp_path):
@@ -313,10 +315,14 @@ def test_the_array_of_lm_eval_0_4_0_is_read_as_the_lines_of_later_versions(tmp_p
 
 def test_results_beside_the_samples_of_lm_eval_that_cannot_be_read_are_named(tmp_path):
     path, _ = harness_rows('trivia_animals')
-    for content, why in (('{"group', ':1: broken JSON'), ('[1]', ' is not what lm_eval wrote')):
-        (tmp_path / f'results_2026-{path.stem[-21:]}.json').write_text(content)
+    results = tmp_path / f'results_2026-{path.stem[-21:]}.json'
+    for content, why in (('{"group', ':1: broken JSON'), ('[1]', ' is not what lm_eval wrote'),
+                         ('{"group_subtasks": 3}', ' is not what lm_eval wrote')):
+        results.write_text(content)
         with pytest.raises(DataError, match=f'[.]json{why}'):
             harness_task(tmp_path / path.name)
+    results.write_text('{"group_subtasks": null}')
+    assert harness_task(tmp_path / f'{path.name}.gz')[:2] == ('trivia_animals', 'trivia_animals')
 
 
 def test_a_repeated_question_of_lm_eval_counts_once_and_two_models_are_not_mixed(tmp_path):
