@@ -142,11 +142,12 @@ def chosen_columns(settings):
 
 def find_columns(keys, chosen):
     """Return [('', {what: its column, or a list of them})]; of chosen confidences (name, ...)."""
+    in_capitals = {key.casefold(): key for key in keys}
+    chosen = [(what, name if name in keys else in_capitals.get(name.casefold(), name))
+              for what, name in chosen]
     names = {name: what for name, what in NAMES.items() if what not in dict(chosen)}
     names |= {name.casefold(): what for what, name in chosen if what != 'confidence'}
-    in_capitals = {key.casefold(): key for key in keys}
-    confidences = [name if name in keys else in_capitals.get(name.casefold(), name)
-                   for what, name in chosen if what == 'confidence']
+    confidences = [name for what, name in chosen if what == 'confidence']
     found = {}      # {what: [(number of a column of a list, or None, its name)]}
     for key in keys:
         k = None
@@ -162,8 +163,7 @@ def find_columns(keys, chosen):
         found['graded'] = found['correct']
     if confidences or not found.keys() & {'probs', 'log_probs', 'answers'}:
         found.pop('answer', None)       # `correct` says all; an answer and its label may be there
-    for name in [*confidences, *(
-            name for what, name in chosen if what not in {*found, 'confidence'})]:
+    for name in [*confidences, *(name for what, name in chosen if what not in found)]:
         if name not in keys:
             raise ValueError(f'there is no column {name!r}, but {_listed(keys)}')
     if not confidences and not found.keys() & {*KINDS, 'graded'}:

@@ -104,9 +104,8 @@ def training_settings(folder):
 
 
 def pick_template(name, folder, tokenizer, otherwise=None):
-    """Return the name of a chat template of the model in `folder`, for 'auto' and 'trained' too:
-    that of the run that trained the model here, else 'model', the tokenizer's own, which a run can
-    have left in its folder, else `otherwise`, or ConfigError.
+    """Return the name of a chat template of the model in `folder`, for 'auto' and 'trained' that of
+    the run that trained it here, else 'model', the tokenizer's own, else `otherwise`; ConfigError.
     """
     if name not in ('auto', 'trained'):
         return name
@@ -114,13 +113,14 @@ def pick_template(name, folder, tokenizer, otherwise=None):
     own = settings.get('template') if settings.get('data_kind') == 'instruct' else None
     if own in TEMPLATES and not (missing_tokens(own, tokenizer) and tokenizer.chat_templates):
         return own
-    if tokenizer.chat_templates and (own or name == 'auto'):
+    if tokenizer.chat_templates and (own or name == 'auto'):    # a run can have left it here
         return 'model'
     if otherwise:
         return otherwise
-    raise ConfigError(f'{folder} was not trained here on conversations; name a template, --chat='
-                      f'{"model for its own" if tokenizer.chat_templates else "tulu"}, or use '
-                      f'plain text: --chat=none in evaluate.py, --raw in the other scripts')
+    why, own = ('', 'model') if tokenizer.chat_templates else ('brings no chat template and ', '')
+    raise ConfigError(f'{folder} {why}was not trained here on conversations; name the template, '
+                      f'for example --chat={own or "tulu"}, or use plain text: --chat=none in '
+                      f'evaluate.py, --raw in sample.py and generate.py')
 
 
 def pick_chat(name, folder, tokenizer):

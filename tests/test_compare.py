@@ -322,6 +322,8 @@ def test_other_questions_and_right_answers_are_left_out(tmp_path, capsys, second
     run_compare(*files, '--n_bootstrap=5', '--ensemble', f'--out_dir={tmp_path / "out"}')
     printed = capsys.readouterr().out
     assert all(message in printed for message in messages)
+    with pytest.raises(DataError, match=f'compare: there is no {tmp_path}/nodir'):
+        run_compare(files[0], tmp_path / 'nodir', f'--out_dir={tmp_path / "out"}')
     # its own table is no input that it may replace
     table = tmp_path / 'out' / 'compare.csv'
     table.write_text('id,confidence,correct\n1,0.5,1\n')

@@ -271,9 +271,9 @@ def test_the_template_of_a_model_is_its_own_or_that_of_its_run(tmp_path):
     assert pick_template('auto', tmp_path, none, 'tulu') == 'tulu'
     assert pick_chat('auto', tmp_path, none) == 'none'
     assert pick_template('alpaca', tmp_path, brings) == 'alpaca'
-    with pytest.raises(ConfigError, match='not trained here on conversations.*--chat=tulu'):
+    with pytest.raises(ConfigError, match='brings no chat template and was not trained .*=tulu'):
         pick_template('auto', tmp_path, none)
-    with pytest.raises(ConfigError, match='not trained here on conversations.*--chat=model'):
+    with pytest.raises(ConfigError, match=f'{tmp_path} was not trained here on .*--chat=model'):
         pick_chat('trained', tmp_path, brings)      # not by a run here
     for template, own in (('tulu', 'tulu'), ('model', 'model'), ('olmo2', 'model')):
         (tmp_path / 'train_config.py').write_text(

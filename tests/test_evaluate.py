@@ -37,7 +37,7 @@ from written.benchmarks import encode, load_written
 
 def test_questions_can_be_scored_in_the_chat_template(foxes, tmp_path, capsys):
     shutil.copytree(foxes.model, model := tmp_path / 'model')
-    foxes.refuses('not trained here on conversations; name a', '--chat=trained', model=model)
+    foxes.refuses('not trained here on conversations; name the', '--chat=trained', model=model)
     foxes.refuses('needs <.im_start.>, <.im_end.>, which the', '--chat=chatml', model=model)
     (model / 'train_config.py').write_text(
         "data_kind = 'instruct'\ntemplate = 'mistral_v1'\nadd_bos = False\n")

@@ -15,6 +15,7 @@ import runpy
 import shutil
 import subprocess
 import sys
+from decimal import Decimal
 
 import numpy as np
 import pytest
@@ -115,7 +116,9 @@ def test_tables_of_any_form_give_the_report_of_the_json_lines(tmp_path):
                          for x in row['probs']]
                 table.writerow([row['id'], *[*probs, ''][:3], row['answer'], row['question']])
     assert expected.startswith('n   ')
-    assert [run_metrics(path).stdout for path in paths] == [expected] * 5
+    paths.append(write_rows(tmp_path / 'decimal.parquet', [
+        row | {'probs': [Decimal(f'{x}') for x in row['probs']]} for row in rows]))
+    assert [run_metrics(path).stdout for path in paths] == [expected] * 6
     compared = runs.predicted_run(paths[0], {'': paths[0]}, FileConfig()).file_samples
     assert [x['log_probs'] for x in compared['predictions']] == [
         pytest.approx(np.log(row['probs'])) for row in rows]

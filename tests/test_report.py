@@ -195,6 +195,8 @@ def test_notes_below_a_table_name_what_was_left_out():
         assert advice.startswith(f'{verdict} (0.250); ') and '--shots=5' in advice
     many['pooled']['n'] = 50
     assert any('bins of 100 questions, so 1 bin here' in line for line in report.notes(many))
+    many['pooled']['questions'] = 20
+    assert any('bins of 100 answers, so 1 bin' in line for line in report.notes(many))
 
 
 def test_no_interval_is_printed_for_few_right_or_wrong_answers_and_a_note_says_why():

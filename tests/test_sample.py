@@ -116,7 +116,7 @@ def test_prompts_that_cannot_be_answered_are_refused(chat_folder, tmp_path):
     for arguments, message in (
             (['--prompt=a'], 'no model given'),
             ([f'--model={chat_folder}', '--top_p=0.5'], 'top_p = 0.5 needs a temperature above 0'),
-            ([f'--model={base}', '--prompt=a'], 'or use plain text: .*, --raw in the other'),
+            ([f'--model={base}', '--prompt=a'], 'or use plain text: .*, --raw in sample.py'),
             ([f'--model={chat_folder}', f'--prompt={"fox " * 300}'],
              r'prompt 1 has \d+ tokens; it may have 1 to 199'),
             ([f'--model={chat_folder}', '--prompt=\udcff'], 'not valid Unicode')):
